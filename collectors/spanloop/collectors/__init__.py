@@ -1,0 +1,1 @@
+"""What comes in: OTLP receiver, feedback endpoint, gateway, importers, limits and redaction."""

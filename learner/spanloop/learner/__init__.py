@@ -1,0 +1,1 @@
+"""From samples to candidate policies, through the gate into serving."""

@@ -1,0 +1,157 @@
+"""Ports of the functional core: Log, StateStore, Clock, and the Stage that they carry.
+
+One adapter a file: ``log/memory.py``, ``log/sqlite.py``, ``state/memory.py``, ``state/sqlite.py``. Any adapter
+must pass ``tests/contract``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from spanloop.schemas.events import Event, encode
+
+__all__ = [
+    "Appended",
+    "Clock",
+    "Log",
+    "LogRecord",
+    "NewRecord",
+    "Stage",
+    "StageOutput",
+    "StateStore",
+    "new_record",
+]
+
+
+class NewRecord(msgspec.Struct, frozen=True):
+    """A record to append. ``event_id`` is unique within its topic: appending it again changes nothing."""
+
+    topic: str
+    key: str
+    event_id: str
+    value: bytes
+
+
+class LogRecord(msgspec.Struct, frozen=True):
+    """A record as read. Offsets increase within a topic in commit order; gaps are allowed, reuse is not."""
+
+    topic: str
+    offset: int
+    key: str
+    event_id: str
+    value: bytes
+    appended_ns: int
+    """Processing time of the append; never part of any content."""
+
+
+class Appended(msgspec.Struct, frozen=True):
+    """What became of one appended record: its offset (the old one where ``duplicate``)."""
+
+    offset: int
+    duplicate: bool
+
+
+def new_record(event: Event) -> NewRecord:
+    """The record that carries an event."""
+    return NewRecord(topic=event.TOPIC, key=event.key, event_id=event.event_id, value=encode(event))
+
+
+class Log(Protocol):
+    """Append-only, durable, idempotent by (topic, event id)."""
+
+    def append(self, records: Sequence[NewRecord]) -> list[Appended]:
+        """Append all or none; durable when it returns. Raises TransientError when the disk refuses."""
+        ...
+
+    def read(self, topic_names: Sequence[str], after: Mapping[str, int], limit: int) -> list[LogRecord]:
+        """Up to ``limit`` records with offset > ``after[topic]`` (absent: -1), merged in append order."""
+        ...
+
+    def end(self, topic: str) -> int:
+        """Offset of the last record of ``topic``, -1 when empty."""
+        ...
+
+    def commit(self, group: str, offsets: Mapping[str, int]) -> None:
+        """Remember how far consumer ``group`` has read, for consumers without a StateStore."""
+        ...
+
+    def committed(self, group: str) -> dict[str, int]:
+        """Offsets last committed by ``group``; a topic never committed is absent."""
+        ...
+
+    def close(self) -> None:
+        """Release files; appends after it raise TerminalError."""
+        ...
+
+
+class StateStore(Protocol):
+    """Key-value state of a stage. State, the offsets it contains and the stage's outputs are one transaction:
+    after a crash either all three are there or none, so that every record takes effect once."""
+
+    def load(self, stage: str) -> dict[str, bytes]:
+        """All entries of a stage."""
+        ...
+
+    def offsets(self, stage: str) -> dict[str, int]:
+        """Input offsets contained in the state, by topic."""
+        ...
+
+    def commit(
+        self,
+        stage: str,
+        *,
+        writes: Mapping[str, bytes | None],
+        offsets: Mapping[str, int],
+        outputs: Sequence[NewRecord] = (),
+    ) -> None:
+        """Write entries (None deletes), offsets and outputs atomically and durably. Outputs reach the Log exactly
+        once: an adapter on another medium keeps an outbox in the same transaction and drains it idempotently."""
+        ...
+
+    def close(self) -> None:
+        """Release files."""
+        ...
+
+
+class Clock(Protocol):
+    """Processing time. Event time comes from spans only."""
+
+    def now_ns(self) -> int:
+        """Nanoseconds since the epoch."""
+        ...
+
+
+class StageOutput(msgspec.Struct):
+    """What a stage made of a batch."""
+
+    events: list[Event] = []
+    writes: dict[str, bytes | None] = {}
+    """Changed state entries since the last output; None deletes."""
+
+
+class Stage(Protocol):
+    """A reducer with its state: ``state, batch, now -> state, outputs``. Deterministic; no clock, I/O or randomness
+    inside. The runtime owns reading, committing and time."""
+
+    name: str
+    topics: tuple[str, ...]
+    """Input topics."""
+
+    def restore(self, entries: Mapping[str, bytes]) -> None:
+        """Become the state that was committed as ``entries`` (empty: initial)."""
+        ...
+
+    def process(self, records: Iterable[LogRecord], now_ns: int) -> StageOutput:
+        """Fold records in order. A record that cannot be read becomes a DeadLettered output, never an exception."""
+        ...
+
+    def tick(self, now_ns: int) -> StageOutput:
+        """Fire timers that are due (close quiet orchestrations)."""
+        ...
+
+    def next_timer_ns(self) -> int | None:
+        """When ``tick`` has something to do at the earliest; None: nothing pending."""
+        ...

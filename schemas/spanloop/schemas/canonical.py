@@ -1,0 +1,73 @@
+"""Canonical JSON and content hashes: equal content is equal bytes, on any machine and in any runtime.
+
+Keys are sorted, no spaces, integers as integers, no NaN or Infinity. Two contents with the same
+``content_hash`` are the same for ``spanloop verify``, event ids and the stream == batch law.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any, TypeVar
+
+import msgspec
+
+from spanloop.schemas.errors import SchemaError
+
+__all__ = ["canonical_json", "content_hash", "decode_json", "digest", "micro", "unmicro"]
+
+T = TypeVar("T")
+
+MICRO = 1_000_000
+"""Micro-units in one unit of reward or credit; the ledger is integer so that sums are exact."""
+
+_encoder = msgspec.json.Encoder(order="sorted")
+
+
+def canonical_json(value: Any) -> bytes:
+    """Bytes of ``value`` (structs, dicts, lists, str, int, finite float, bool, None) as canonical JSON.
+
+    >>> canonical_json({"b": 1, "a": [1.5, None]})
+    b'{"a":[1.5,null],"b":1}'
+    """
+    return _encoder.encode(value)
+
+
+def decode_json(data: bytes | str, type_: type[T] = Any) -> T:  # type: ignore[assignment]
+    """Decode JSON into ``type_``; raises SchemaError that says what is wrong and where."""
+    try:
+        return msgspec.json.decode(data, type=type_)
+    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        name = getattr(type_, "__name__", str(type_))
+        raise SchemaError(f"not a valid {name}: {exc}") from exc
+
+
+def digest(*parts: str | bytes | int) -> str:
+    """32 hex digits over the parts, each behind its length, so that ('a', 'bc') != ('ab', 'c')."""
+    state = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        raw = part if isinstance(part, bytes) else str(part).encode("utf-8", "surrogatepass")
+        state.update(len(raw).to_bytes(8, "big"))
+        state.update(raw)
+    return state.hexdigest()
+
+
+def content_hash(value: Any) -> str:
+    """32 hex digits of the canonical JSON of ``value``."""
+    return hashlib.blake2b(canonical_json(value), digest_size=16).hexdigest()
+
+
+def micro(value: float) -> int:
+    """A reward in units to integer micro-units, half to even; raises SchemaError when not finite.
+
+    >>> micro(0.530001)
+    530001
+    """
+    if not math.isfinite(value):
+        raise SchemaError(f"{value!r} is not a finite number")
+    return round(value * MICRO)
+
+
+def unmicro(value: int) -> float:
+    """Micro-units to units, for printing and for tensors."""
+    return value / MICRO

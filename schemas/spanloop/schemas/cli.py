@@ -1,0 +1,89 @@
+"""The console script ``spanloop``. Verbs are entry points (group ``spanloop.cli``) that each room declares;
+a verb's module is imported only when the verb is run, so ``--help`` is quick and an agent's machine needs no torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+
+import click
+
+from spanloop.schemas.errors import SpanloopError
+
+__all__ = ["main"]
+
+_SUMMARY = {
+    "demo": "Run the whole loop on this machine and watch the policy improve.",
+    "up": "Run collectors, pipeline, serving and learner as one supervised local system.",
+    "assemble": "Turn a file of spans into orchestration traces, one a line.",
+    "import": "Append a file of spans to a workspace's log.",
+    "query": "Run SQL (DuckDB) over a workspace.",
+    "traces": "List the orchestrations of a workspace.",
+    "explain": "Show how a reward became credit, from the team down to the token.",
+    "provenance": "Show which orchestrations taught a policy version.",
+    "policies": "List versions, promotions and routing; roll back.",
+    "feedback": "Send an outcome for an orchestration, trace, span or response.",
+    "verify": "Prove that the log replays to the same orchestrations, rewards and credit.",
+    "config": "Show settings with where each comes from.",
+    "doctor": "Say what can be learned here, what is missing and which setting adds it.",
+}
+_EXTRA = {"aiohttp": "collect", "google": "collect", "opentelemetry": "collect", "duckdb": "pipeline", "pyarrow": "pipeline",
+          "numpy": "pipeline", "rich": "pipeline", "torch": "learn", "mlflow": "learn", "safetensors": "learn",
+          "pydantic_ai": "demo", "matplotlib": "demo"}  # fmt: skip
+
+
+class _Verbs(click.Group):
+    def _entry_points(self) -> dict[str, importlib.metadata.EntryPoint]:
+        return {e.name: e for e in importlib.metadata.entry_points(group="spanloop.cli")}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(
+            self._entry_points(), key=lambda n: (list(_SUMMARY).index(n) if n in _SUMMARY else 99, n)
+        )
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        entry = self._entry_points().get(cmd_name)
+        if entry is None:
+            return None
+        return entry.load()
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _SUMMARY.get(name, "")) for name in self.list_commands(ctx)])
+
+
+@click.command(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="spanloop")
+def _cli() -> None:
+    """spanloop learns from production: the spans your agents already emit become a better policy in serving.
+
+    \b
+    spanloop demo                                   the whole loop, about six minutes
+    spanloop assemble spans.otlp.jsonl --ndjson     orchestrations from a file
+    spanloop up --config spanloop.toml              your own system
+    """
+
+
+def main() -> None:
+    """Run the CLI; our own errors become one line on stderr and an exit code (1 error, 2 usage, 3 bad input, 4 try again)."""
+    try:
+        _cli.main(prog_name="spanloop", standalone_mode=True)
+    except ModuleNotFoundError as exc:
+        extra = _EXTRA.get((exc.name or "").split(".")[0])
+        if extra is None:
+            raise
+        click.echo(
+            f"error: this verb needs {exc.name}, which is not installed: pip install 'spanloop[{extra}]'",
+            err=True,
+        )
+        sys.exit(2)
+    except SpanloopError as exc:
+        click.echo(f"error: {exc.message}", err=True)
+        sys.exit(exc.exit_code)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

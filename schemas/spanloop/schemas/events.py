@@ -1,0 +1,517 @@
+"""Events on the log. Each struct is one type; ``type`` and ``schema_version`` are in its JSON.
+
+Write with ``encode(event)``, read with ``decode(bytes)``: old versions are upcast (``upcast.py``), a type
+or version that this build does not know raises SchemaError (the reader dead-letters it). Event ids are
+deterministic (``event_id``): writing the same fact twice is one record.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+from spanloop.schemas import topics
+from spanloop.schemas.canonical import canonical_json, decode_json, digest
+from spanloop.schemas.errors import SchemaError
+from spanloop.schemas.orchestration import OrchestrationContent
+from spanloop.schemas.spans import Span, spans_event_id
+from spanloop.schemas.upcast import upcast
+
+__all__ = [
+    "EVENTS",
+    "BatchCommitted",
+    "CanaryFinished",
+    "CanaryStarted",
+    "CandidateRegistered",
+    "CreditAssigned",
+    "CreditNode",
+    "DeadLettered",
+    "Event",
+    "FeedbackReceived",
+    "GateEvaluated",
+    "OrchestrationRevised",
+    "PolicyPromoted",
+    "PolicyRolledBack",
+    "Reward",
+    "RewardsComputed",
+    "RoutingChanged",
+    "Sample",
+    "SamplesBuilt",
+    "SpansReceived",
+    "ValueModelPublished",
+    "decode",
+    "encode",
+    "event_key",
+]
+
+
+class Event(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", kw_only=True):
+    """Base of all events: tenant and topic. ``event_id`` identifies the fact, ``key`` partitions it."""
+
+    TOPIC: ClassVar[str] = ""
+    VERSION: ClassVar[int] = 1
+
+    tenant: str = "default"
+
+    @property
+    def event_id(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def key(self) -> str:
+        return self.tenant
+
+
+# ---------------------------------------------------------------- sources
+
+
+class SpansReceived(Event, frozen=True, omit_defaults=True, tag="spans_received", kw_only=True):
+    """A batch of spans of one trace, as accepted by a collector."""
+
+    TOPIC: ClassVar[str] = topics.SPANS
+    trace_id: str
+    spans: tuple[Span, ...]
+    source: str = "otlp"
+    """otlp, gateway or import."""
+
+    @property
+    def event_id(self) -> str:
+        return spans_event_id(self.tenant, self.trace_id, self.spans)
+
+    @property
+    def key(self) -> str:
+        return f"{self.tenant}/{self.trace_id}"
+
+
+class FeedbackReceived(Event, frozen=True, omit_defaults=True, tag="feedback_received", kw_only=True):
+    """A score or outcome from a scorer's credential. Of several for one (target, name, scorer) the one with
+    the largest (observed_ns, feedback_id) counts, whatever the order of arrival."""
+
+    TOPIC: ClassVar[str] = topics.FEEDBACK
+    feedback_id: str
+    target_kind: str
+    """orchestration, trace, span or response."""
+    target_id: str
+    value: float
+    name: str = "outcome"
+    """"outcome" is the team's reward R1; other names are kept as channels."""
+    label: str = ""
+    comment: Any = None
+    """Text, or its redacted stand-in."""
+    scorer: str = ""
+    observed_ns: int = 0
+    final: bool = True
+
+    @property
+    def event_id(self) -> str:
+        return digest("feedback", self.tenant, self.feedback_id)
+
+    @property
+    def key(self) -> str:
+        return f"{self.tenant}/{self.target_kind}/{self.target_id}"
+
+
+class DeadLettered(Event, frozen=True, omit_defaults=True, tag="dead_lettered", kw_only=True):
+    """Something that was refused: nothing is dropped without a trace. Content obeys the redaction rules:
+    ``data`` (base64) is kept only where the deployment keeps content, ``sha256`` and ``size`` always."""
+
+    TOPIC: ClassVar[str] = topics.DEAD_LETTERS
+    source: str
+    reason: str
+    sha256: str
+    size: int
+    data: str = ""
+    details: dict[str, Any] = {}
+
+    @property
+    def event_id(self) -> str:
+        return digest("dead", self.tenant, self.source, self.reason, self.sha256)
+
+
+# ---------------------------------------------------------------- derived
+
+
+class OrchestrationRevised(Event, frozen=True, omit_defaults=True, tag="orchestration_revised", kw_only=True):
+    """Revision ``revision`` (1, 2, ...) of an orchestration. ``merged_into`` set: the last revision of an id
+    that was lost in a join; ``content`` is then None and everything derived from it is void."""
+
+    TOPIC: ClassVar[str] = topics.ORCHESTRATIONS
+    orchestration_id: str
+    revision: int
+    complete: bool
+    """Root ended and no parent missing; False: closed by time-out, provisional."""
+    content_hash: str = ""
+    content: OrchestrationContent | None = None
+    merged_into: str = ""
+
+    @property
+    def event_id(self) -> str:
+        return digest("orchestration", self.tenant, self.orchestration_id, self.revision)
+
+    @property
+    def key(self) -> str:
+        return f"{self.tenant}/{self.orchestration_id}"
+
+
+class Reward(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One reward channel on one unit. Missing is not zero: ``value`` is then None."""
+
+    family: str
+    """R1..R8 (METHODS 1.2)."""
+    name: str
+    """Channel: outcome, tool_validity, parl_parallel, parl_finish, critical_steps, ..."""
+    unit: str
+    """team, orchestrator, role, agent, turn, message, tool_call or token."""
+    unit_id: str
+    value: int | None
+    """Micro-units."""
+    status: str
+    """missing, provisional, final or corrected."""
+    estimator: str
+    """Name and version of the definition, e.g. "parl/1"."""
+    weight: int = 0
+    """Micro-weight in the team's composite; 0: reported, not paid."""
+    scaffold: bool = False
+    """Annealed shaping term, not the objective."""
+    evidence: tuple[str, ...] = ()
+    """Feedback ids or event ids."""
+
+
+class RewardsComputed(Event, frozen=True, omit_defaults=True, tag="rewards_computed", kw_only=True):
+    """All rewards of one orchestration. ``team`` is the composite in micro-units, None while missing."""
+
+    TOPIC: ClassVar[str] = topics.REWARDS
+    orchestration_id: str
+    revision: int
+    orchestration_revision: int
+    rewards: tuple[Reward, ...]
+    team: int | None
+    status: str
+
+    @property
+    def event_id(self) -> str:
+        return digest("rewards", self.tenant, self.orchestration_id, self.revision)
+
+    @property
+    def key(self) -> str:
+        return f"{self.tenant}/{self.orchestration_id}"
+
+
+class CreditNode(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An account of the ledger. The children's ``credit`` sum exactly to their parent's."""
+
+    id: str
+    unit: str
+    """team, orchestrator, role, agent, turn, message, tool_call or token."""
+    parent: str
+    """Empty for the team."""
+    label: str
+    credit: int
+    """Conserved micro-credits c."""
+    raw: int | None = None
+    """The estimator's own value before reconciliation, micro; None: unknown."""
+    variance: float = 0.0
+    """sigma^2 of ``raw`` in squared units; the weight with which the residual falls on this child."""
+    estimator: str = ""
+    subject: str = ""
+    """Event id, agent id, call id or "call_id/index" of a token."""
+
+
+class CreditAssigned(Event, frozen=True, omit_defaults=True, tag="credit_assigned", kw_only=True):
+    """The conserved ledger: sum(leaves) + baseline == reward, exactly, in micro-credits."""
+
+    TOPIC: ClassVar[str] = topics.CREDITS
+    orchestration_id: str
+    revision: int
+    """Equal to the rewards' revision it was computed from."""
+    orchestration_revision: int
+    reward: int
+    baseline: int
+    value_model: str
+    """Version of the value model used ("none" before the first); an event on ``models``."""
+    nodes: tuple[CreditNode, ...]
+
+    @property
+    def event_id(self) -> str:
+        return digest("credits", self.tenant, self.orchestration_id, self.revision)
+
+    @property
+    def key(self) -> str:
+        return f"{self.tenant}/{self.orchestration_id}"
+
+
+class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One model call as a training row. Arrays have one entry for each response token; every token is
+    trained from one account only."""
+
+    call_id: str
+    agent_id: str
+    role: str
+    policy_version: str
+    prompt_token_ids: tuple[int, ...]
+    response_token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Behaviour log-probabilities, float32, nats."""
+    advantages: tuple[int, ...]
+    """Micro-credits of the token's account."""
+    accounts: tuple[str, ...]
+    """CreditNode ids."""
+    menu_ids: tuple[tuple[int, ...], ...] = ()
+    menu_logprobs: tuple[tuple[float, ...], ...] = ()
+    menu_values: tuple[tuple[int, ...], ...] = ()
+    """Counterfactual value of each open option under the value model, micro-units; empty without one."""
+    weight: float = 1.0
+    """Rows of one rollout sum to 1."""
+
+
+class SamplesBuilt(Event, frozen=True, omit_defaults=True, tag="samples_built", kw_only=True):
+    """Training rows of one orchestration, or the reasons why it gives none."""
+
+    TOPIC: ClassVar[str] = topics.SAMPLES
+    orchestration_id: str
+    revision: int
+    group: str
+    """Digest of task key and harness; a singleton's is its own id."""
+    harness: str
+    reward: int
+    baseline: int
+    value_model: str
+    holdout: bool
+    """Kept for the gate, never trained on: decided by a hash of the orchestration id."""
+    rows: tuple[Sample, ...]
+    excluded: dict[str, int] = {}
+    """Reason -> number of calls that gave no row."""
+
+    @property
+    def event_id(self) -> str:
+        return digest("samples", self.tenant, self.orchestration_id, self.revision)
+
+    @property
+    def key(self) -> str:
+        return f"{self.tenant}/{self.orchestration_id}"
+
+
+class ValueModelPublished(Event, frozen=True, omit_defaults=True, tag="value_model_published", kw_only=True):
+    """A version of a value model. Credit names the version it used; replay uses the recorded one."""
+
+    TOPIC: ClassVar[str] = topics.MODELS
+    version: str
+    kind: str
+    trained_on: int
+    """Number of orchestrations."""
+    parameters: dict[str, Any]
+
+    @property
+    def event_id(self) -> str:
+        return digest("value_model", self.tenant, self.version)
+
+
+# ---------------------------------------------------------------- policies
+
+
+class PolicyEvent(Event, frozen=True, omit_defaults=True, kw_only=True):
+    """Base of the events about one policy (a name such as "policy")."""
+
+    TOPIC: ClassVar[str] = topics.POLICIES
+    policy: str = "policy"
+
+    @property
+    def key(self) -> str:
+        return f"{self.tenant}/{self.policy}"
+
+
+class BatchCommitted(PolicyEvent, frozen=True, omit_defaults=True, tag="batch_committed", kw_only=True):
+    """The boundary of one learner batch, written before the update: replay trains on the same batches."""
+
+    batch: int
+    from_offset: int
+    """Exclusive: samples records after it ..."""
+    to_offset: int
+    """... up to and including this one."""
+    parent_version: int
+
+    @property
+    def event_id(self) -> str:
+        return digest("batch", self.tenant, self.policy, self.batch)
+
+
+class CandidateRegistered(
+    PolicyEvent, frozen=True, omit_defaults=True, tag="candidate_registered", kw_only=True
+):
+    """Update ``version`` is an MLflow model version and an immutable artifact."""
+
+    version: int
+    parent: int
+    batch: int
+    mlflow_version: str
+    path: str
+    """Artifact folder, relative to the workspace."""
+    sha256: str
+    """Of the weights file."""
+    orchestrations: int
+    """Taught this version in its batch (new ones)."""
+    dropped: dict[str, int] = {}
+    metrics: dict[str, float] = {}
+    injected: str = ""
+    """Why somebody put it there by hand; empty for the learner's own."""
+
+    @property
+    def event_id(self) -> str:
+        return digest("candidate", self.tenant, self.policy, self.version)
+
+
+class GateEvaluated(PolicyEvent, frozen=True, omit_defaults=True, tag="gate_evaluated", kw_only=True):
+    """Off-policy evaluation of ``version`` against the serving champion on held-out orchestrations (micro)."""
+
+    version: int
+    against: int
+    attempt: int
+    estimate: int
+    lower: int
+    ess: float
+    n: int
+    passed: bool
+    reason: str = ""
+
+    @property
+    def event_id(self) -> str:
+        return digest("gate", self.tenant, self.policy, self.version, self.against, self.attempt)
+
+
+class CanaryStarted(PolicyEvent, frozen=True, omit_defaults=True, tag="canary_started", kw_only=True):
+    """``version`` serves ``share`` of the traffic beside the champion ``against``."""
+
+    canary: int
+    version: int
+    against: int
+    share: float
+    from_offset: int
+    """Rewards after this offset count."""
+
+    @property
+    def event_id(self) -> str:
+        return digest("canary_started", self.tenant, self.policy, self.canary)
+
+
+class CanaryFinished(PolicyEvent, frozen=True, omit_defaults=True, tag="canary_finished", kw_only=True):
+    """The sequential test's verdict: promote, reject or inconclusive (time or budget ran out)."""
+
+    canary: int
+    version: int
+    against: int
+    verdict: str
+    n_version: int
+    n_against: int
+    difference: int
+    lower: int
+    upper: int
+    reason: str = ""
+
+    @property
+    def event_id(self) -> str:
+        return digest("canary_finished", self.tenant, self.policy, self.canary)
+
+
+class PolicyPromoted(PolicyEvent, frozen=True, omit_defaults=True, tag="policy_promoted", kw_only=True):
+    """``version`` is champion from here on. Epochs strictly increase; one record an epoch."""
+
+    epoch: int
+    version: int
+    previous: int
+    reason: str
+
+    @property
+    def event_id(self) -> str:
+        return digest("epoch", self.tenant, self.policy, self.epoch)
+
+
+class PolicyRolledBack(PolicyEvent, frozen=True, omit_defaults=True, tag="policy_rolled_back", kw_only=True):
+    """The champion ``version`` was replaced by the older ``to``, or (``epoch`` unchanged champion) a canary was
+    withdrawn: then ``version`` is the canary and ``to`` the champion that stayed."""
+
+    epoch: int
+    version: int
+    to: int
+    reason: str
+
+    @property
+    def event_id(self) -> str:
+        return digest("epoch", self.tenant, self.policy, self.epoch)
+
+
+class RoutingChanged(PolicyEvent, frozen=True, omit_defaults=True, tag="routing_changed", kw_only=True):
+    """What the gateway serves from now on; every version named here is loaded and probe-verified in serving."""
+
+    sequence: int
+    champion: int
+    learner: int = -1
+    """Newest candidate serving the learning share; -1: none."""
+    learning_share: float = 0.0
+    canary: int = -1
+    canary_share: float = 0.0
+    champion_share_min: float = 0.0
+
+    @property
+    def event_id(self) -> str:
+        return digest("routing", self.tenant, self.policy, self.sequence)
+
+
+EVENTS: tuple[type[Event], ...] = (
+    SpansReceived, FeedbackReceived, DeadLettered, OrchestrationRevised, RewardsComputed, CreditAssigned,
+    SamplesBuilt, ValueModelPublished, BatchCommitted, CandidateRegistered, GateEvaluated, CanaryStarted,
+    CanaryFinished, PolicyPromoted, PolicyRolledBack, RoutingChanged,
+)  # fmt: skip
+_BY_TYPE: dict[str, type[Event]] = {str(cls.__struct_config__.tag): cls for cls in EVENTS}
+
+
+class _Head(msgspec.Struct):
+    type: str = ""
+    schema_version: int = 1
+
+
+_head = msgspec.json.Decoder(_Head)
+_decoders = {name: msgspec.json.Decoder(cls) for name, cls in _BY_TYPE.items()}
+
+
+def event_key(event: Event) -> str:
+    """Partition key of an event."""
+    return event.key
+
+
+def encode(event: Event) -> bytes:
+    """Canonical JSON of an event, with its type (first version: no schema_version written means 1)."""
+    if event.VERSION == 1:
+        return canonical_json(event)
+    fields = msgspec.to_builtins(event)
+    fields["schema_version"] = event.VERSION
+    return canonical_json(fields)
+
+
+def decode(data: bytes) -> Event:
+    """An event from its bytes. Raises SchemaError for malformed bytes, unknown types and newer versions."""
+    try:
+        head = _head.decode(data)
+    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as exc:
+        raise SchemaError(f"not an event: {exc}") from exc
+    cls = _BY_TYPE.get(head.type)
+    if cls is None:
+        raise SchemaError(
+            f"unknown event type {head.type!r}; this build knows {sorted(_BY_TYPE)}. Was it written by a newer spanloop?",
+            event_type=head.type,
+        )
+    if head.schema_version > cls.VERSION:
+        raise SchemaError(
+            f"{head.type} has schema_version {head.schema_version}, this build reads up to {cls.VERSION}: upgrade spanloop",
+            event_type=head.type,
+        )
+    if head.schema_version < cls.VERSION:
+        raw = upcast(head.type, head.schema_version, cls.VERSION, decode_json(data))
+        try:
+            return msgspec.convert(raw, cls)
+        except msgspec.ValidationError as exc:
+            raise SchemaError(f"{head.type} v{head.schema_version} cannot be upcast: {exc}") from exc
+    try:
+        return _decoders[head.type].decode(data)
+    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as exc:
+        raise SchemaError(f"malformed {head.type}: {exc}", event_type=head.type) from exc

@@ -1,0 +1,275 @@
+"""Settings of a deployment: one TOML file, one frozen model. Order: defaults < TOML < environment < flags.
+
+Environment names are ``SPANLOOP_`` + section + ``__`` + field, e.g. ``SPANLOOP_COLLECTOR__PORT=4319``.
+Unknown keys and malformed values are errors that name the key; nothing falls back in silence.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from spanloop.schemas.errors import ConfigError
+
+__all__ = ["Settings", "load_settings", "origins"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Credential(_Section):
+    """A key that a client sends as ``Authorization: Bearer KEY``."""
+
+    key: SecretStr
+    tenant: str = "default"
+    role: str = Field(pattern="^(agent|scorer|reader|admin)$")
+    """agent: may send spans and ask the gateway; scorer: may also send feedback; admin: everything."""
+
+
+class Collector(_Section):
+    host: str = "127.0.0.1"
+    """A public address is refused unless credentials are set."""
+    port: int = Field(4318, ge=0, le=65535)
+    max_body_bytes: int = Field(4 * 2**20, ge=1024)
+    """Compressed body limit; more is answered 413."""
+    max_expanded_bytes: int = Field(20 * 2**20, ge=1024)
+    """Limit after decompression, checked while streaming."""
+    max_spans_per_request: int = Field(10_000, ge=1)
+    max_attribute_bytes: int = Field(64 * 2**10, ge=256)
+    """A longer text is cut and flagged; token arrays of the gateway are exempt."""
+    max_nesting: int = Field(64, ge=4)
+    group_commit_ms: float = Field(5.0, ge=0)
+    queue_max: int = Field(2_000, ge=1)
+    """Requests waiting for the durable append; more are answered 429 with Retry-After."""
+
+
+class Content(_Section):
+    """Message texts and token ids. The default keeps neither."""
+
+    training: bool = False
+    """Opt in: keep token ids, logprobs and texts, so that this deployment's traffic can train a policy."""
+    hmac_key: SecretStr = SecretStr("")
+    """Key of the hash left where a text was dropped; empty: made at first start and kept in the workspace."""
+    allow: tuple[str, ...] = ()
+    """Further attribute keys to keep (exact, or a prefix ending in *)."""
+
+
+class Gateway(_Section):
+    enabled: bool = True
+    host: str = "127.0.0.1"
+    port: int = Field(8787, ge=0, le=65535)
+    upstream: str = ""
+    """Base URL of an OpenAI-compatible server (.../v1); empty: the embedded server of this workspace."""
+    policy: str = "policy"
+    """The alias that clients put in ``model``; other models are passed through."""
+    timeout_s: float = Field(60.0, gt=0)
+
+
+class Serving(_Section):
+    enabled: bool = True
+    host: str = "127.0.0.1"
+    port: int = Field(8788, ge=0, le=65535)
+    max_batch: int = Field(32, ge=1)
+    max_wait_ms: float = Field(2.0, ge=0)
+    exploration: float = Field(0.02, ge=0, le=0.5)
+    """Floor: probability mass spread evenly over the open options; the mixture is what is logged as behaviour."""
+    max_adapters: int = Field(16, ge=2)
+    threads: int = Field(1, ge=1)
+
+
+class Pipeline(_Section):
+    quiet_s: float = Field(1.0, ge=0)
+    """An orchestration whose root has ended and that has no gaps is closed after this long without a new span."""
+    timeout_s: float = Field(300.0, gt=0)
+    """One with gaps is closed, provisionally, after this long."""
+    retention_s: float = Field(86_400.0, gt=0)
+    """How long a closed orchestration is kept in state to take late spans and feedback."""
+    batch_max: int = Field(500, ge=1)
+    parallel_weight: float = Field(0.0, ge=0)
+    """lambda of r_parallel (PARL); gated by the outcome."""
+    finish_weight: float = Field(0.0, ge=0)
+    """lambda of r_finish (PARL); gated by the outcome."""
+    tool_weight: float = Field(0.0, ge=0)
+    """Weight of the tool-validity reward R5; gated by the outcome."""
+    outcome_floor: float = 0.0
+    """Structural rewards are paid only where the outcome is at least this."""
+    holdout: float = Field(0.1, ge=0, lt=1)
+    """Share of orchestrations kept for the gate."""
+    credit: str = Field("ledger", pattern="^(ledger|team)$")
+    value_every: int = Field(64, ge=1)
+    """Publish a value model after so many new outcomes."""
+    value_features: int = Field(2048, ge=16)
+
+
+class Learner(_Section):
+    enabled: bool = True
+    seed: int = 0
+    batch_orchestrations: int = Field(128, ge=1)
+    max_staleness: int = Field(4, ge=0)
+    """eta: rows acted by a version older than this many updates are dropped and counted."""
+    learning_rate: float = Field(1e-3, gt=0)
+    epochs: int = Field(3, ge=1)
+    minibatch_orchestrations: int = Field(32, ge=1)
+    clip: float = Field(0.2, gt=0)
+    entropy_start: float = Field(0.05, ge=0)
+    entropy_end: float = Field(0.0, ge=0)
+    entropy_updates: int = Field(40, ge=1)
+    """Updates over which the entropy bonus goes from start to end."""
+    advantage: str = Field("ledger", pattern="^(ledger|group|all_action)$")
+    """ledger: the token's account; group: group-relative outcome; all_action: counterfactual values of the whole menu."""
+    deterministic: bool = True
+    learning_share: float = Field(0.5, ge=0, le=0.9)
+    """Traffic that the newest candidate may serve between promotions."""
+    gate: bool = True
+    """False only for experiments: every candidate is promoted at once."""
+    gate_every: int = Field(4, ge=1)
+    """Updates between two evaluations of the newest candidate."""
+    gate_confidence: float = Field(0.9, gt=0.5, lt=1)
+    gate_margin: float = Field(0.0, ge=0)
+    """The lower bound may be this far below zero."""
+    gate_min_ess: float = Field(0.1, ge=0, le=1)
+    canary_share: float = Field(0.25, gt=0, le=0.5)
+    canary_confidence: float = Field(0.95, gt=0.5, lt=1)
+    canary_min: int = Field(50, ge=2)
+    """Orchestrations of each arm before the first look."""
+    canary_max: int = Field(600, ge=10)
+    """Then the canary ends as inconclusive."""
+    canary_max_s: float = Field(600.0, gt=0)
+    tracking_uri: str = ""
+    """MLflow; empty: MLFLOW_TRACKING_URI, else sqlite in the workspace."""
+    threads: int = Field(1, ge=1)
+    width: int = Field(64, ge=8)
+    layers: int = Field(1, ge=1)
+    heads: int = Field(4, ge=1)
+    context: int = Field(64, ge=16)
+    vocabulary: tuple[str, ...] = ()
+    """Words of the embedded policy's tokenizer; needed to serve and train it."""
+
+
+class Settings(BaseSettings):
+    """All settings of one deployment."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="SPANLOOP_",
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+    )
+
+    workspace: Path = Path(".spanloop")
+    """Folder of log, state, artifacts, MLflow data and archive."""
+    tenant: str = "default"
+    collector: Collector = Collector()  # type: ignore[call-arg]
+    content: Content = Content()
+    gateway: Gateway = Gateway()  # type: ignore[call-arg]
+    serving: Serving = Serving()  # type: ignore[call-arg]
+    pipeline: Pipeline = Pipeline()  # type: ignore[call-arg]
+    learner: Learner = Learner()  # type: ignore[call-arg]
+    credentials: tuple[Credential, ...] = ()
+
+    @model_validator(mode="after")
+    def _public_needs_credentials(self) -> Settings:
+        for name, host in (
+            ("collector", self.collector.host),
+            ("gateway", self.gateway.host),
+            ("serving", self.serving.host),
+        ):
+            loopback = host in {"localhost", "::1"} or host.startswith("127.")
+            if not loopback and (name == "serving" or not self.credentials):
+                hint = "serving has no authentication" if name == "serving" else "no [[credentials]] are set"
+                raise ValueError(
+                    f"{name}.host = {host!r} is reachable from outside and {hint}: use 127.0.0.1 or add them"
+                )
+        return self
+
+    @property
+    def database(self) -> Path:
+        """The embedded log and state: one SQLite file."""
+        return self.workspace / "spanloop.db"
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (env_settings, init_settings)
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def load_settings(path: Path | None = None, flags: dict[str, Any] | None = None) -> Settings:
+    """Settings from a TOML file, the environment and flags (nested dicts; they win over both).
+
+    Raises:
+        ConfigError: the file is missing or not TOML, a key is unknown, a value is out of range.
+    """
+    data: dict[str, Any] = {}
+    if path is not None:
+        try:
+            data = tomllib.loads(path.read_text())
+        except FileNotFoundError as exc:
+            raise ConfigError(
+                f"no settings file {path}; `spanloop config example` prints one to start from"
+            ) from exc
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+            raise ConfigError(f"{path} is not valid TOML: {exc}") from exc
+    try:
+        settings = Settings(**data)
+        if flags:
+            values = _merge(settings.model_dump(), flags)
+            settings = _Plain(**values)
+    except ValidationError as exc:
+        lines = [
+            f"  {'.'.join(str(p) for p in e['loc']) or 'settings'}: {e['msg']}"
+            for e in exc.errors(include_input=False)
+        ]
+        where = f" in {path}" if path else ""
+        raise ConfigError(
+            "settings are wrong" + where + " (or SPANLOOP_ variables):\n" + "\n".join(lines)
+        ) from exc
+    return settings
+
+
+class _Plain(Settings):
+    @classmethod
+    def settings_customise_sources(cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource,
+                                   *rest: PydanticBaseSettingsSource, **more: Any) -> tuple[PydanticBaseSettingsSource, ...]:  # fmt: skip
+        return (init_settings,)
+
+
+def origins(path: Path | None = None) -> dict[str, str]:
+    """For each dotted setting where its value comes from: default, file or environment."""
+    data = tomllib.loads(path.read_text()) if path else {}
+    found: dict[str, str] = {}
+
+    def walk(model: type[BaseModel], prefix: str, values: dict[str, Any]) -> None:
+        for name, field in model.model_fields.items():
+            dotted = f"{prefix}{name}"
+            inner = field.annotation
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                walk(inner, dotted + ".", values.get(name, {}))
+                continue
+            env = "SPANLOOP_" + dotted.upper().replace(".", "__")
+            found[dotted] = (
+                f"environment {env}" if env in os.environ else "file" if name in values else "default"
+            )
+
+    walk(Settings, "", data)
+    return found

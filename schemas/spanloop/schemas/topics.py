@@ -1,0 +1,28 @@
+"""Topics of the log. Sources of truth are immutable; derived topics can be rebuilt from them."""
+
+from __future__ import annotations
+
+__all__ = ["ALL_TOPICS", "DERIVED", "SOURCES"]
+
+SPANS = "spans"
+"""SpansReceived: OTLP as received, after the allow-list. Key: tenant/trace id."""
+FEEDBACK = "feedback"
+"""FeedbackReceived: scores and outcomes from a scorer's credential. Key: tenant/target."""
+POLICIES = "policies"
+"""Candidates, batch boundaries, gate and canary results, promotions, rollbacks, routing."""
+MODELS = "models"
+"""ValueModelPublished: versions of value models that credit used."""
+ORCHESTRATIONS = "orchestrations"
+"""OrchestrationRevised. Key: tenant/orchestration id."""
+REWARDS = "rewards"
+"""RewardsComputed."""
+CREDITS = "credits"
+"""CreditAssigned."""
+SAMPLES = "samples"
+"""SamplesBuilt."""
+DEAD_LETTERS = "dead_letters"
+"""DeadLettered: what was refused, with its bytes and the reason."""
+
+SOURCES = (SPANS, FEEDBACK, POLICIES, MODELS)
+DERIVED = (ORCHESTRATIONS, REWARDS, CREDITS, SAMPLES)
+ALL_TOPICS = (*SOURCES, *DERIVED, DEAD_LETTERS)
