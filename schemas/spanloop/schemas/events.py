@@ -31,6 +31,8 @@ __all__ = [
     "FeedbackReceived",
     "GateEvaluated",
     "OrchestrationRevised",
+    "PolicyCommand",
+    "PolicyCommandFinished",
     "PolicyPromoted",
     "PolicyRolledBack",
     "Reward",
@@ -330,6 +332,8 @@ class BatchCommitted(PolicyEvent, frozen=True, omit_defaults=True, tag="batch_co
     to_offset: int
     """... up to and including this one."""
     parent_version: int
+    parameters: dict[str, Any] = {}
+    """Hyper-parameters of the update, so that a replay under other settings still trains the same."""
 
     @property
     def event_id(self) -> str:
@@ -355,6 +359,8 @@ class CandidateRegistered(
     metrics: dict[str, float] = {}
     injected: str = ""
     """Why somebody put it there by hand; empty for the learner's own."""
+    command: str = ""
+    """PolicyCommand that asked for it."""
 
     @property
     def event_id(self) -> str:
@@ -434,6 +440,8 @@ class PolicyRolledBack(PolicyEvent, frozen=True, omit_defaults=True, tag="policy
     version: int
     to: int
     reason: str
+    command: str = ""
+    """PolicyCommand that asked for it."""
 
     @property
     def event_id(self) -> str:
@@ -457,10 +465,41 @@ class RoutingChanged(PolicyEvent, frozen=True, omit_defaults=True, tag="routing_
         return digest("routing", self.tenant, self.policy, self.sequence)
 
 
+class PolicyCommand(PolicyEvent, frozen=True, omit_defaults=True, tag="policy_command", kw_only=True):
+    """A person's request to the learner; durable, taken once, in order."""
+
+    command_id: str
+    kind: str
+    """inject, rollback, freeze or unfreeze."""
+    argument: str = ""
+    """inject: folder of an artifact; rollback: version number, empty: the previous champion."""
+    reason: str = ""
+
+    @property
+    def event_id(self) -> str:
+        return digest("command", self.tenant, self.policy, self.command_id)
+
+
+class PolicyCommandFinished(
+    PolicyEvent, frozen=True, omit_defaults=True, tag="policy_command_finished", kw_only=True
+):
+    """What became of a command: done or refused, and why."""
+
+    command_id: str
+    status: str
+    message: str = ""
+    version: int = -1
+    """The version that the command made or put into serving."""
+
+    @property
+    def event_id(self) -> str:
+        return digest("command_finished", self.tenant, self.policy, self.command_id)
+
+
 EVENTS: tuple[type[Event], ...] = (
     SpansReceived, FeedbackReceived, DeadLettered, OrchestrationRevised, RewardsComputed, CreditAssigned,
     SamplesBuilt, ValueModelPublished, BatchCommitted, CandidateRegistered, GateEvaluated, CanaryStarted,
-    CanaryFinished, PolicyPromoted, PolicyRolledBack, RoutingChanged,
+    CanaryFinished, PolicyPromoted, PolicyRolledBack, RoutingChanged, PolicyCommand, PolicyCommandFinished,
 )  # fmt: skip
 _BY_TYPE: dict[str, type[Event]] = {str(cls.__struct_config__.tag): cls for cls in EVENTS}
 
