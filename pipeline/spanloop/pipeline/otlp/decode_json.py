@@ -15,6 +15,7 @@ from spanloop.pipeline.otlp.decoded import (
     MAX_NESTING,
     BadSpanError,
     DecodedBatch,
+    Origin,
     Rejected,
     bytes_value,
     check_times,
@@ -77,16 +78,16 @@ def decode_request(data: Any, max_nesting: int = MAX_NESTING, exact: bool = True
         for scope_spans in _objects(scopes, "scopeSpans"):
             scope = scope_spans.get("scope")
             scope = scope if type(scope) is dict else {}
-            name, version = _label(scope.get("name")), _label(scope.get("version"))
+            origin = Origin(resource, _label(scope.get("name")), _label(scope.get("version")))
             for raw in _list(scope_spans.get("spans"), "spans"):
                 try:
-                    batch.spans.append(_span(raw, resource, name, version, max_nesting, exact))
+                    batch.spans.append(_span(raw, origin, max_nesting, exact))
                 except BadSpanError as exc:
                     batch.rejected.append(Rejected(str(exc), _raw(raw)))
     return batch
 
 
-def _span(raw: Any, resource: dict[str, Any], scope: str, version: str, depth: int, exact: bool) -> Span:
+def _span(raw: Any, origin: Origin, depth: int, exact: bool) -> Span:
     if type(raw) is not dict:
         raise BadSpanError(f"a span is {_kind(raw)}, expected an object")
     flags: list[str] = []
@@ -126,9 +127,9 @@ def _span(raw: Any, resource: dict[str, Any], scope: str, version: str, depth: i
         attributes=attributes,
         events=span_events,
         links=span_links,
-        scope=scope,
-        scope_version=version,
-        resource=resource,
+        scope=origin.scope,
+        scope_version=origin.version,
+        resource=origin.resource,
         dropped_attributes=_int(dropped, "droppedAttributesCount") if dropped else 0,
     )
 
@@ -183,11 +184,13 @@ def _attributes(raw: Any, depth: int, flags: list[str]) -> dict[str, Any]:
     return found
 
 
-def _value(raw: Any, depth: int, flags: list[str], key: str) -> Any:  # noqa: C901
+def _value(raw: Any, depth: int, flags: list[str], key: str) -> Any:
     if raw is None:
         return None
     if type(raw) is not dict:
-        raise BadSpanError(f"the value of attribute {key[:80]!r} is {_kind(raw)}, expected an object like {{'stringValue': ...}}")
+        raise BadSpanError(
+            f"the value of attribute {key[:80]!r} is {_kind(raw)}, expected an object like {{'stringValue': ...}}"
+        )
     if depth <= 0:
         raise BadSpanError(f"the value of attribute {key[:80]!r} is nested too deep")
     for name, inner in raw.items():
@@ -213,7 +216,9 @@ def _value(raw: Any, depth: int, flags: list[str], key: str) -> Any:  # noqa: C9
                 return [_value(v, depth - 1, flags, key) for v in values]
             case "kvlistValue" | "kvlist_value":
                 pairs = _list_of_span(inner.get("values") if type(inner) is dict else inner, key)
-                return {_text(p.get("key"), "key"): _value(p.get("value"), depth - 1, flags, key) for p in pairs}
+                return {
+                    _text(p.get("key"), "key"): _value(p.get("value"), depth - 1, flags, key) for p in pairs
+                }
             case "bytesValue" | "bytes_value":
                 return bytes_value(from_base64(_text(inner, key), f"bytesValue of attribute {key[:80]!r}"))
     return None
@@ -237,7 +242,9 @@ def _resource(raw: Any, depth: int, exact: bool) -> dict[str, Any]:
 
 def _id(raw: Any, size: int, what: str) -> str:
     if type(raw) is not str:
-        raise BadSpanError(f"{what} is {'missing' if raw is None else _kind(raw)}, expected {2 * size} hex digits")
+        raise BadSpanError(
+            f"{what} is {'missing' if raw is None else _kind(raw)}, expected {2 * size} hex digits"
+        )
     if len(raw) == 2 * size and _HEX.match(raw):
         if raw.strip("0"):
             return raw.lower()
@@ -250,7 +257,9 @@ def _id(raw: Any, size: int, what: str) -> str:
             return hex_id(bytes.fromhex(text.decode("ascii")), size, what)
     if not raw:
         raise BadSpanError(f"{what} is missing, expected {2 * size} hex digits")
-    raise BadSpanError(f"{what} {raw[:64]!r} has {len(raw)} characters, expected {2 * size} hex digits (or base64 of {size} bytes)")
+    raise BadSpanError(
+        f"{what} {raw[:64]!r} has {len(raw)} characters, expected {2 * size} hex digits (or base64 of {size} bytes)"
+    )
 
 
 def _parent(raw: Any) -> str | None:
@@ -304,7 +313,11 @@ def _span_kind(raw: Any) -> int:
     if type(raw) is int:
         return raw if 0 <= raw <= 5 else 0
     if type(raw) is str:
-        return int(raw) if raw in {"0", "1", "2", "3", "4", "5"} else _KINDS.get(raw.removeprefix("SPAN_KIND_"), 0)
+        return (
+            int(raw)
+            if raw in {"0", "1", "2", "3", "4", "5"}
+            else _KINDS.get(raw.removeprefix("SPAN_KIND_"), 0)
+        )
     return 0
 
 
@@ -376,5 +389,12 @@ def _raw(value: Any) -> bytes:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "text",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+    }
     return "null" if value is None else names.get(type(value), type(value).__name__)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -21,6 +21,7 @@ __all__ = [
     "MAX_TIME_NS",
     "BadSpanError",
     "DecodedBatch",
+    "Origin",
     "Rejected",
     "bytes_value",
     "check_times",
@@ -56,6 +57,14 @@ class DecodedBatch(msgspec.Struct):
 
     spans: list[Span]
     rejected: list[Rejected]
+
+
+class Origin(NamedTuple):
+    """What the spans of one scope share."""
+
+    resource: dict[str, Any]
+    scope: str
+    version: str
 
 
 def hex_id(raw: bytes, size: int, what: str) -> str:
