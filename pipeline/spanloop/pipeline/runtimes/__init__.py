@@ -1,0 +1,1 @@
+"""Shells that carry the same stages: embedded here; others stand beside it."""

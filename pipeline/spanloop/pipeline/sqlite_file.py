@@ -1,0 +1,244 @@
+"""One SQLite file that holds the log and the state: opening, turns, transactions, and what its errors mean.
+
+Shared by ``log/sqlite.py`` and ``state/sqlite.py``, which put their tables into the same file so that state,
+offsets and outputs are one transaction. Invariants:
+
+- A transaction is durable when it returns (WAL, synchronous=FULL).
+- Writing *and* checkpointing need the turn, an advisory lock on ``FILE.turn`` that all processes share, and the
+  automatic checkpoint is off. SQLite before 3.51.3 can lose a committed transaction when a checkpoint in one
+  process overlaps a commit in another (its "WAL-reset bug"); with the turn they never overlap.
+- Driver errors leave here as TransientError (try again: disk full, busy) or TerminalError (damaged, read-only).
+- The file and its companions are readable by their owner only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from spanloop.schemas.errors import ConfigError, SpanloopError, TerminalError, TransientError
+
+__all__ = ["SqliteFile", "translate"]
+
+APPLICATION_ID = 0x53504C50
+"""Stands in the file's header ("SPLP"), so that a foreign database is recognised."""
+FORMAT = 1
+"""PRAGMA user_version: layout of the tables below."""
+BUSY_S = 30.0
+"""How long a writer waits for its turn before it raises TransientError."""
+CHECKPOINT_BYTES = 8 * 2**20
+"""The write-ahead log is copied into the database when it is larger than this."""
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS records (
+  seq INTEGER PRIMARY KEY AUTOINCREMENT,
+  topic TEXT NOT NULL,
+  key TEXT NOT NULL,
+  event_id TEXT NOT NULL,
+  value BLOB NOT NULL,
+  appended_ns INTEGER NOT NULL
+);
+CREATE UNIQUE INDEX IF NOT EXISTS records_identity ON records (topic, event_id);
+CREATE INDEX IF NOT EXISTS records_order ON records (topic, seq);
+CREATE TABLE IF NOT EXISTS consumers (
+  name TEXT NOT NULL, topic TEXT NOT NULL, seq INTEGER NOT NULL, PRIMARY KEY (name, topic)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS stages (stage TEXT PRIMARY KEY, generation INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS stage_offsets (
+  stage TEXT NOT NULL, topic TEXT NOT NULL, seq INTEGER NOT NULL, PRIMARY KEY (stage, topic)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS entries (
+  stage TEXT NOT NULL, key TEXT NOT NULL, value BLOB NOT NULL, PRIMARY KEY (stage, key)
+) WITHOUT ROWID;
+"""
+
+_TRANSIENT = {
+    "SQLITE_FULL": "the disk is full (or the file's size limit is reached): free some space, then try again",
+    "SQLITE_IOERR": "reading or writing failed: check the disk's space and health, then try again",
+    "SQLITE_BUSY": "another process keeps it locked: find who holds it (`fuser FILE`), then try again",
+    "SQLITE_LOCKED": "another connection keeps a table locked: try again",
+    "SQLITE_PROTOCOL": "its locks could not be taken: try again; is it on a network file system?",
+    "SQLITE_NOMEM": "memory ran out: try again with smaller batches",
+}
+_TERMINAL = {
+    "SQLITE_READONLY": "it is read-only: give this user write permission on the file and its folder",
+    "SQLITE_PERM": "permission was refused: give this user write permission on the file and its folder",
+    "SQLITE_CANTOPEN": "it cannot be opened: does its folder exist, and may this user write there?",
+    "SQLITE_AUTH": "access was refused: check its permissions",
+    "SQLITE_CORRUPT": "it is damaged: stop spanloop, keep a copy, and try `sqlite3 FILE .recover` or a backup",
+    "SQLITE_NOTADB": "it is not a SQLite database: was another file put in its place?",
+    "SQLITE_TOOBIG": "a record is larger than SQLite allows (1 GB): send smaller batches",
+}
+
+
+def translate(exc: sqlite3.Error, path: Path) -> SpanloopError:
+    """The error of our tree that says what a driver error means for the caller, and what to do.
+
+    Args:
+        exc: as raised by sqlite3.
+        path: the database, named in the message.
+    """
+    name = getattr(exc, "sqlite_errorname", "") or ""
+    for table, family in ((_TRANSIENT, TransientError), (_TERMINAL, TerminalError)):
+        for prefix, meaning in table.items():
+            if name == prefix or name.startswith(prefix + "_"):
+                return family(f"{path}: {meaning} ({name}: {exc})", path=str(path), code=name)
+    if isinstance(exc, sqlite3.ProgrammingError) and "closed" in str(exc):
+        return TerminalError(f"{path}: it was closed; open it again", path=str(path), code="CLOSED")
+    return TerminalError(f"{path}: {name or type(exc).__name__}: {exc}", path=str(path), code=name)
+
+
+class SqliteFile:
+    """A writing and a reading connection to one file, each used by one thread at a time.
+
+    Args:
+        path: the database; made with its folder (0700, file 0600) when missing.
+        create: False raises ConfigError instead of making it.
+    """
+
+    def __init__(self, path: Path | str, *, create: bool = True) -> None:
+        self.path = Path(path)
+        self._write_lock = threading.Lock()
+        self._read_lock = threading.Lock()
+        self._closed = False
+        self._checkpoint_after = 0.0
+        if not create and not self.path.exists():
+            raise ConfigError(
+                f"no log at {self.path}: nothing was recorded there yet; is this the right workspace?"
+            )
+        try:
+            self._make_private()
+            self._turn = os.open(f"{self.path}.turn", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as exc:
+            raise TerminalError(
+                f"{self.path}: {exc.strerror or exc}: give this user write permission on {self.path.parent}",
+                path=str(self.path),
+            ) from exc
+        try:
+            self._writer = self._connect()
+            self._reader = self._connect()
+            self._prepare()
+        except sqlite3.Error as exc:
+            os.close(self._turn)
+            raise translate(exc, self.path) from exc
+
+    def _make_private(self) -> None:
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # O_EXCL: an existing file is never opened here, because closing it would drop SQLite's own locks.
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False, cached_statements=256
+        )
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA wal_autocheckpoint = 0")
+        return connection
+
+    def _prepare(self) -> None:
+        with self._write_lock, self._turn_held():
+            one = self._writer.execute
+            version = int(one("PRAGMA user_version").fetchone()[0])
+            application = int(one("PRAGMA application_id").fetchone()[0])
+            if version == 0 and application == 0 and one("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                raise ConfigError(f"{self.path} is a SQLite database of something else: use another workspace")
+            if version > FORMAT:
+                raise TerminalError(
+                    f"{self.path} has layout {version}, this build knows {FORMAT}: upgrade spanloop"
+                )
+            one("PRAGMA journal_mode = WAL")
+            if version < FORMAT:
+                self._writer.executescript(
+                    f"BEGIN IMMEDIATE; {_TABLES} PRAGMA application_id = {APPLICATION_ID}; "
+                    f"PRAGMA user_version = {FORMAT}; COMMIT;"
+                )
+
+    @contextlib.contextmanager
+    def _turn_held(self) -> Iterator[None]:
+        deadline = time.monotonic() + BUSY_S
+        pause = 0.0002
+        while True:
+            try:
+                fcntl.flock(self._turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TransientError(
+                        f"{self.path}: another process has kept the write turn for {BUSY_S:.0f} s: "
+                        f"find it with `fuser {self.path}.turn`, then try again",
+                        path=str(self.path),
+                    ) from None
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.002)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._turn, fcntl.LOCK_UN)
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """A write transaction over all processes: committed and durable when the block ends, else rolled back."""
+        with self._write_lock:
+            if self._closed:
+                raise TerminalError(f"{self.path}: the log is closed; nothing was written", code="CLOSED")
+            with self._turn_held():
+                try:
+                    self._writer.execute("BEGIN IMMEDIATE")
+                    yield self._writer
+                    self._writer.execute("COMMIT")
+                except BaseException as exc:
+                    if self._writer.in_transaction:
+                        with contextlib.suppress(sqlite3.Error):
+                            self._writer.execute("ROLLBACK")
+                    if isinstance(exc, sqlite3.Error):
+                        raise translate(exc, self.path) from exc
+                    raise
+                self._checkpoint_when_large()
+
+    def _checkpoint_when_large(self) -> None:
+        """Copy the write-ahead log into the database; failing is no error of the commit before it."""
+        try:
+            size = os.stat(f"{self.path}-wal").st_size
+        except OSError:
+            return
+        now = time.monotonic()
+        if size < CHECKPOINT_BYTES or now < self._checkpoint_after:
+            return
+        with contextlib.suppress(sqlite3.Error):
+            self._writer.execute("PRAGMA busy_timeout = 50")
+            busy = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+            self._checkpoint_after = now + 1.0 if busy else 0.0
+        with contextlib.suppress(sqlite3.Error):
+            self._writer.execute(f"PRAGMA busy_timeout = {round(BUSY_S * 1000)}")
+
+    def query(self, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """All rows of a reading statement, in one snapshot."""
+        with self._read_lock:
+            if self._closed:
+                raise TerminalError(f"{self.path}: it was closed; open it again", code="CLOSED")
+            try:
+                return self._reader.execute(sql, parameters).fetchall()
+            except sqlite3.Error as exc:
+                raise translate(exc, self.path) from exc
+
+    def close(self) -> None:
+        """Close both connections; harmless when done twice."""
+        with self._write_lock, self._read_lock:
+            if self._closed:
+                return
+            self._closed = True
+            # The last connection to close checkpoints: under the turn, like any other checkpoint.
+            with contextlib.suppress(TransientError), self._turn_held():
+                with contextlib.suppress(sqlite3.Error):
+                    self._reader.close()
+                with contextlib.suppress(sqlite3.Error):
+                    self._writer.close()
+            os.close(self._turn)

@@ -1,0 +1,1 @@
+"""Adapters of the StateStore port, one technology a file."""
