@@ -1,0 +1,258 @@
+"""The embedded policy: a small causal transformer, and its immutable artifacts.
+
+Place: the learner trains it and saves each version, the embedded server loads and serves it. An artifact is a folder
+``policy@vN/{model.safetensors, manifest.json}``; it is written beside its final place, synced and renamed, so that it
+is there whole or not at all, and it is never written twice. No pickle. Loading verifies sha256, names, shapes and
+finiteness before a weight is used.
+
+Legend of suffixes: B rows, T positions, V vocabulary, W width, H heads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
+from torch.nn import functional
+
+from spanloop.learner.tokenizer import Tokenizer
+from spanloop.schemas.canonical import canonical_json, decode_json
+from spanloop.schemas.errors import ConfigError, SchemaError, TerminalError
+
+__all__ = ["Artifact", "Manifest", "PolicyConfig", "PolicyNet", "load_artifact", "save_artifact"]
+
+WEIGHTS = "model.safetensors"
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+class PolicyConfig(msgspec.Struct, frozen=True):
+    """Shape of the network."""
+
+    vocabulary_size: int
+    """Specials included."""
+    width: int = 64
+    layers: int = 1
+    heads: int = 4
+    context: int = 64
+    """Longest prompt + response in tokens."""
+
+    def __post_init__(self) -> None:
+        if min(self.vocabulary_size, self.width, self.layers, self.heads, self.context) < 1:
+            raise ConfigError(f"every size of the policy must be positive, got {self}")
+        if self.width % self.heads:
+            raise ConfigError(f"learner.width = {self.width} is not a multiple of learner.heads = {self.heads}")
+
+
+class _Block(nn.Module):
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.heads = config.heads
+        self.norm_attention = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
+        self.norm_mlp = nn.LayerNorm(width)
+        self.expand = nn.Linear(width, 4 * width)
+        self.contract = nn.Linear(4 * width, width)
+
+    def forward(self, x_BTW: Tensor) -> Tensor:
+        rows, steps, width = x_BTW.shape
+        qkv = self.qkv(self.norm_attention(x_BTW)).view(rows, steps, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_BTW = x_BTW + self.project(mixed.transpose(1, 2).reshape(rows, steps, width))
+        return x_BTW + self.contract(functional.gelu(self.expand(self.norm_mlp(x_BTW))))
+
+
+class PolicyNet(nn.Module):
+    """Pre-norm causal transformer with learned positions. Rows are padded on the right."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocabulary_size, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocabulary_size)
+
+    @classmethod
+    def initial(cls, config: PolicyConfig, seed: int) -> PolicyNet:
+        """The first policy of a seed: near uniform over any menu. The global generator is left as it was."""
+        net = _unfilled(config).to_empty(device="cpu")
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in sorted(net.named_parameters()):
+                if parameter.dim() < 2:
+                    parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+                else:
+                    scale = 0.5 if name == "tokens.weight" else 0.02 if name in _SMALL else parameter.shape[1] ** -0.5
+                    parameter.normal_(0.0, scale, generator=generator)
+        return net
+
+    def hidden(self, ids_BT: Tensor) -> Tensor:
+        """Normed final states, (B, T, W)."""
+        x_BTW = self.tokens(ids_BT) + self.positions.weight[: ids_BT.shape[1]]
+        for block in self.blocks:
+            x_BTW = block(x_BTW)
+        return self.norm(x_BTW)
+
+    def forward(self, ids_BT: Tensor, lengths_B: Tensor | None = None) -> Tensor:
+        """Logits (B, T, V), float32: position t predicts token t + 1.
+
+        Attention is causal and padding is on the right, so no position inside a row sees padding; ``lengths_B`` is
+        only used to zero the positions behind each row's end, whose logits mean nothing.
+        """
+        logits_BTV = self.head(self.hidden(ids_BT))
+        if lengths_B is None:
+            return logits_BTV
+        inside_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None, :] < lengths_B[:, None]
+        return logits_BTV * inside_BT[:, :, None]
+
+    def last_logits(self, ids_BT: Tensor, lengths_B: Tensor) -> Tensor:
+        """Logits (B, V) of the token after each row's last; the head runs on one position a row."""
+        x_BTW = self.hidden(ids_BT)
+        return self.head(x_BTW[torch.arange(ids_BT.shape[0]), lengths_B - 1])
+
+
+_SMALL = ("head.weight", "positions.weight")
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
+    """What an artifact says about itself."""
+
+    format: int
+    sha256: str
+    """Of the weights file."""
+    size: int
+    config: PolicyConfig
+    vocabulary: tuple[str, ...]
+    about: dict[str, Any] = {}
+    """Free facts: version, parent, batch."""
+
+
+class Artifact(msgspec.Struct, frozen=True):
+    """A verified artifact in memory: network (eval mode, no gradients), tokenizer and manifest."""
+
+    net: PolicyNet
+    tokenizer: Tokenizer
+    manifest: Manifest
+
+
+def save_artifact(
+    folder: Path, net: PolicyNet, tokenizer: Tokenizer, *, about: Mapping[str, Any] | None = None
+) -> str:
+    """Write ``net`` as the immutable artifact ``folder``; returns the sha256 of its weights.
+
+    Writing the same weights again changes nothing. Raises TerminalError when the folder holds other weights.
+    """
+    weights = save_tensors({name: t.detach().contiguous().cpu() for name, t in net.state_dict().items()})
+    sha256 = hashlib.sha256(weights).hexdigest()
+    if folder.exists():
+        found = read_manifest(folder).sha256
+        if found != sha256:
+            raise TerminalError(
+                f"{folder} holds other weights (sha256 {found[:12]}, not {sha256[:12]}); a version is never rewritten"
+            )
+        return sha256
+    manifest = Manifest(FORMAT, sha256, len(weights), net.config, tokenizer.vocabulary, dict(about or {}))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    building = folder.parent / f".building-{folder.name}-{secrets.token_hex(4)}"
+    building.mkdir()
+    try:
+        _write(building / WEIGHTS, weights)
+        _write(building / MANIFEST, canonical_json(manifest))
+        _sync_folder(building)
+        building.rename(folder)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    _sync_folder(folder.parent)
+    return sha256
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of an artifact. Raises SchemaError when there is none or it is malformed."""
+    try:
+        manifest = decode_json((folder / MANIFEST).read_bytes(), Manifest)
+    except OSError as exc:
+        raise SchemaError(f"{folder} is no policy artifact: {exc.strerror or exc}") from exc
+    if manifest.format != FORMAT:
+        raise SchemaError(f"{folder} has format {manifest.format}, this build reads {FORMAT}")
+    return manifest
+
+
+def load_artifact(folder: Path, *, sha256: str | None = None) -> Artifact:
+    """Read and verify an artifact.
+
+    Args:
+        folder: ``.../policy@vN``.
+        sha256: Expected hash of the weights (from the log); None: the manifest's.
+
+    Raises:
+        SchemaError: missing, or its hash, names, shapes or numbers are not what the manifest says.
+    """
+    manifest = read_manifest(folder)
+    try:
+        weights = (folder / WEIGHTS).read_bytes()
+    except OSError as exc:
+        raise SchemaError(f"{folder} is no policy artifact: {exc.strerror or exc}") from exc
+    found = hashlib.sha256(weights).hexdigest()
+    for name, expected in (("manifest", manifest.sha256), ("log", sha256 or manifest.sha256)):
+        if found != expected:
+            raise SchemaError(
+                f"{folder / WEIGHTS} is corrupt: its sha256 is {found[:12]}, the {name} says {expected[:12]}; restore it"
+            )
+    tokenizer = Tokenizer(manifest.vocabulary)
+    if tokenizer.size != manifest.config.vocabulary_size:
+        raise SchemaError(
+            f"{folder}: {tokenizer.size} tokens in the vocabulary, {manifest.config.vocabulary_size} in the network"
+        )
+    try:
+        tensors = load_tensors(weights)
+    except SafetensorError as exc:
+        raise SchemaError(f"{folder / WEIGHTS} is not a safetensors file: {exc}") from exc
+    net = _unfilled(manifest.config)
+    wanted = {name: (tuple(t.shape), t.dtype) for name, t in net.state_dict().items()}
+    given = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    if wanted != given:
+        wrong = sorted(n for n in wanted.keys() | given.keys() if wanted.get(n) != given.get(n))
+        raise SchemaError(f"{folder}: tensors do not fit the network: {', '.join(wrong[:5])}")
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise SchemaError(f"{folder}: {name} has values that are not finite")
+    net.load_state_dict(tensors, assign=True)
+    net.eval().requires_grad_(False)
+    return Artifact(net, tokenizer, manifest)
+
+
+def _unfilled(config: PolicyConfig) -> PolicyNet:
+    with torch.device("meta"):
+        return PolicyNet(config)
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
