@@ -83,7 +83,7 @@ def decode_request(data: Any, max_nesting: int = MAX_NESTING, exact: bool = True
                 try:
                     batch.spans.append(_span(raw, origin, max_nesting, exact))
                 except BadSpanError as exc:
-                    batch.rejected.append(Rejected(str(exc), _raw(raw)))
+                    batch.rejected.append(Rejected(str(exc), _raw(raw), exc.kind))
     return batch
 
 
@@ -192,7 +192,7 @@ def _value(raw: Any, depth: int, flags: list[str], key: str) -> Any:
             f"the value of attribute {key[:80]!r} is {_kind(raw)}, expected an object like {{'stringValue': ...}}"
         )
     if depth <= 0:
-        raise BadSpanError(f"the value of attribute {key[:80]!r} is nested too deep")
+        raise BadSpanError(f"the value of attribute {key[:80]!r} is nested too deep", "nesting")
     for name, inner in raw.items():
         if inner is None:
             continue
@@ -243,12 +243,13 @@ def _resource(raw: Any, depth: int, exact: bool) -> dict[str, Any]:
 def _id(raw: Any, size: int, what: str) -> str:
     if type(raw) is not str:
         raise BadSpanError(
-            f"{what} is {'missing' if raw is None else _kind(raw)}, expected {2 * size} hex digits"
+            f"{what} is {'missing' if raw is None else _kind(raw)}, expected {2 * size} hex digits",
+            "id",
         )
     if len(raw) == 2 * size and _HEX.match(raw):
         if raw.strip("0"):
             return raw.lower()
-        raise BadSpanError(f"{what} is all zero")
+        raise BadSpanError(f"{what} is all zero", "id")
     if len(raw) == (size + 2) // 3 * 4:  # base64 of the bytes: generic protobuf JSON
         return hex_id(from_base64(raw, what), size, what)
     if len(raw) == (2 * size + 2) // 3 * 4:  # base64 of the hex text
@@ -256,9 +257,10 @@ def _id(raw: Any, size: int, what: str) -> str:
         if len(text) == 2 * size and text.isascii() and _HEX.match(text.decode("ascii")):
             return hex_id(bytes.fromhex(text.decode("ascii")), size, what)
     if not raw:
-        raise BadSpanError(f"{what} is missing, expected {2 * size} hex digits")
+        raise BadSpanError(f"{what} is missing, expected {2 * size} hex digits", "id")
     raise BadSpanError(
-        f"{what} {raw[:64]!r} has {len(raw)} characters, expected {2 * size} hex digits (or base64 of {size} bytes)"
+        f"{what} {raw[:64]!r} has {len(raw)} characters, expected {2 * size} hex digits (or base64 of {size} bytes)",
+        "id",
     )
 
 
@@ -370,7 +372,7 @@ def _repair(value: Any, flags: list[str], where: str, depth: int) -> Any:
             flags.append(f"invalid_unicode:{where}")
         return clean
     if depth <= 0:
-        raise BadSpanError(f"{where} is nested too deep")
+        raise BadSpanError(f"{where} is nested too deep", "nesting")
     if type(value) is list:
         return [_repair(item, flags, where, depth - 1) for item in value]
     if type(value) is dict:

@@ -56,7 +56,7 @@ def _decode_spans(raw_spans: Iterable[Any], origin: Origin, batch: DecodedBatch,
         try:
             batch.spans.append(_span(raw, origin, depth))
         except BadSpanError as exc:
-            batch.rejected.append(Rejected(str(exc), raw.SerializeToString()))
+            batch.rejected.append(Rejected(str(exc), raw.SerializeToString(), exc.kind))
 
 
 def _span(raw: Any, origin: Origin, depth: int) -> Span:
@@ -129,7 +129,7 @@ def _attributes(raw: Any, depth: int, flags: list[str]) -> dict[str, Any]:
 
 def _value(value: Any, depth: int, flags: list[str], key: str) -> Any:
     if depth <= 0:
-        raise BadSpanError(f"the value of attribute {key[:80]!r} is nested too deep")
+        raise BadSpanError(f"the value of attribute {key[:80]!r} is nested too deep", "nesting")
     match value.WhichOneof("value"):
         case "string_value":
             return value.string_value
@@ -172,7 +172,9 @@ def _take_apart(data: memoryview, batch: DecodedBatch, depth: int) -> None:
             for scope_spans in (p for n, p in parts if n == 2):
                 _take_scope_apart(scope_spans, resource, batch, depth)
         except WireError as exc:
-            batch.rejected.append(Rejected(f"a ResourceSpans message is malformed: {exc}", bytes(group)))
+            batch.rejected.append(
+                Rejected(f"a ResourceSpans message is malformed: {exc}", bytes(group), "protobuf")
+            )
     if not batch.spans and all("message is malformed" in r.reason for r in batch.rejected):
         reasons = "; ".join(r.reason for r in batch.rejected[:3]) or "no ResourceSpans in it"
         raise SchemaError(f"the body is not an OTLP protobuf request: {reasons}")
@@ -182,7 +184,7 @@ def _take_scope_apart(data: memoryview, resource: dict[str, Any], batch: Decoded
     try:
         parts = list(fields(data))
     except WireError as exc:
-        batch.rejected.append(Rejected(f"a ScopeSpans message is malformed: {exc}", bytes(data)))
+        batch.rejected.append(Rejected(f"a ScopeSpans message is malformed: {exc}", bytes(data), "protobuf"))
         return
     name = version = ""
     for number, part in parts:
@@ -198,7 +200,7 @@ def _take_scope_apart(data: memoryview, resource: dict[str, Any], batch: Decoded
         try:
             span = ProtoSpan.FromString(bytes(part))
         except DecodeError:
-            batch.rejected.append(Rejected(_REFUSED, bytes(part)))
+            batch.rejected.append(Rejected(_REFUSED, bytes(part), "protobuf"))
             continue
         _decode_spans((span,), Origin(resource, name, version), batch, depth)
 

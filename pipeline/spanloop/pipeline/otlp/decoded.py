@@ -44,12 +44,19 @@ _NON_FINITE = {"inf": "Infinity", "-inf": "-Infinity", "nan": "NaN"}
 class BadSpanError(ValueError):
     """One span cannot be decoded; the text is the reason given to its sender."""
 
+    def __init__(self, reason: str, kind: str = "type") -> None:
+        super().__init__(reason)
+        self.kind = kind
+
 
 class Rejected(msgspec.Struct, frozen=True):
     """A span that was refused, as bytes of its own wire form."""
 
     reason: str
+    """For its sender: it may quote the span."""
     data: bytes
+    kind: str = "type"
+    """For counters and dead letters, never a quotation: id, time, type, nesting, protobuf, request or limit."""
 
 
 class DecodedBatch(msgspec.Struct):
@@ -71,9 +78,9 @@ def hex_id(raw: bytes, size: int, what: str) -> str:
     """Lower-case hex of an id of ``size`` bytes that is not all zero; raises BadSpanError."""
     if len(raw) != size:
         state = "is missing" if not raw else f"has {len(raw)} bytes"
-        raise BadSpanError(f"{what} {state}, expected {size} bytes ({2 * size} hex digits)")
+        raise BadSpanError(f"{what} {state}, expected {size} bytes ({2 * size} hex digits)", "id")
     if not any(raw):
-        raise BadSpanError(f"{what} is all zero")
+        raise BadSpanError(f"{what} is all zero", "id")
     return raw.hex()
 
 
@@ -81,7 +88,8 @@ def check_times(start_ns: int, end_ns: int) -> None:
     """Raise BadSpanError for a time that does not fit 63 bits. Order is not checked: raw times are kept."""
     if not (0 <= start_ns <= MAX_TIME_NS and 0 <= end_ns <= MAX_TIME_NS):
         raise BadSpanError(
-            f"a time is out of range (start {start_ns}, end {end_ns}); expected nanoseconds since 1970 below 2^63"
+            f"a time is out of range (start {start_ns}, end {end_ns}); expected nanoseconds since 1970 below 2^63",
+            "time",
         )
 
 

@@ -54,7 +54,7 @@ def read_spans(path: Path | str, max_nesting: int = MAX_NESTING) -> Iterator[Dec
 def decode(request: RawRequest, max_nesting: int = MAX_NESTING) -> DecodedBatch:
     """Spans of one request of a file; never raises for its content."""
     if request.problem:
-        return DecodedBatch([], [Rejected(f"{request.where}: {request.problem}", request.body)])
+        return DecodedBatch([], [Rejected(f"{request.where}: {request.problem}", request.body, "request")])
     try:
         if request.json:
             return decode_json(request.body, max_nesting)
@@ -62,7 +62,7 @@ def decode(request: RawRequest, max_nesting: int = MAX_NESTING) -> DecodedBatch:
 
         return decode_protobuf(request.body, max_nesting)
     except SchemaError as exc:
-        return DecodedBatch([], [Rejected(f"{request.where}: {exc.message}", request.body)])
+        return DecodedBatch([], [Rejected(f"{request.where}: {exc.message}", request.body, "request")])
 
 
 def read_requests(path: Path | str) -> Iterator[RawRequest]:
