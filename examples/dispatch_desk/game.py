@@ -86,27 +86,27 @@ _DECISION_OF_WORD = {
 class Rules:
     """The game's constants; probabilities in [0, 1], costs in units of outcome."""
 
-    hint_prior: tuple[float, float, float] = (0.41, 0.29, 0.30)
+    hint_prior: tuple[float, float, float] = (0.40, 0.29, 0.31)
     """Probability of each hint, in the order of ``HINTS``."""
-    need_given_hint: tuple[float, float, float] = (0.02, 0.50, 0.98)
+    need_given_hint: tuple[float, float, float] = (0.01, 0.42, 0.99)
     """Probability that the skill is needed, given its hint."""
-    deep: float = 0.5
+    deep: float = 0.59
     """Probability that a ticket is deep."""
-    senior: float = 0.5
+    senior: float = 0.55
     """Probability that the checker is senior."""
-    specialist_shallow: tuple[float, float] = (0.83, 0.84)
+    specialist_shallow: tuple[float, float] = (0.72, 0.73)
     """Probability that a specialist is right on a shallow ticket, with a short and a full brief."""
-    specialist_deep: tuple[float, float] = (0.33, 0.83)
+    specialist_deep: tuple[float, float] = (0.12, 0.89)
     """The same on a deep ticket."""
-    checker_right: tuple[float, float] = (0.49, 0.94)
+    checker_right: tuple[float, float] = (0.56, 0.90)
     """Probability that a junior and a senior checker is right."""
     look_cost: float = 0.05
     """Cost of a look."""
-    round_cost: float = 0.13
+    round_cost: float = 0.108
     """Cost of a round, without its brief."""
-    brief_cost: tuple[float, float] = (0.01, 0.06)
+    brief_cost: tuple[float, float] = (0.04, 0.105)
     """Cost of a short and of a full brief."""
-    share_if_none: float = 1.0
+    share_if_none: float = 0.0
     """Share of needed parts right that a ticket without needs counts as."""
 
 

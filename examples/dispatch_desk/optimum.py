@@ -34,7 +34,21 @@ from examples.dispatch_desk.game import (
 )
 from numpy.typing import NDArray
 
-__all__ = ["BlindRule", "Graph", "Solution", "best_blind_rule", "fixed_policies", "uniform"]
+__all__ = [
+    "OPTIMUM_VALUE",
+    "RANDOM_VALUE",
+    "BlindRule",
+    "Graph",
+    "Solution",
+    "best_blind_rule",
+    "fixed_policies",
+    "uniform",
+]
+
+OPTIMUM_VALUE = 0.4479
+"""Expected outcome of the optimal policy under ``RULES``."""
+RANDOM_VALUE = -0.0149
+"""Expected outcome of the uniform random policy under ``RULES``."""
 
 Floats = NDArray[np.float64]
 BlindRule = Mapping[tuple[str, ...], Sequence[float]]
@@ -98,6 +112,12 @@ class Graph:
         self._link_weight = np.array([weight for weight, _ in links])
         self._link_node = np.array([node for _, node in links])
         self._link_starts = np.concatenate([[0], np.cumsum(sizes)])
+        later = self._link_node > np.repeat(
+            [last - 1 for first, last in self._layers for _ in range(first, last)],
+            np.diff(self._link_starts[self.starts]),
+        )
+        if not later.all():
+            raise AssertionError("A node must be in an earlier layer than its successors.")
         self.edge_node = np.repeat(np.arange(len(self.queries)), np.diff(self.starts))
 
     def _roots(self) -> list[tuple[Desk, float]]:
