@@ -110,6 +110,9 @@ class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
 
     id: str
     name: str
+    status: str = ""
+    """What became of it: ok, error (it ran and failed), rejected (invalid arguments, it never ran), deferred (put off
+    for approval); empty: no span says."""
 
 
 class ModelCall(msgspec.Struct, frozen=True, omit_defaults=True):
