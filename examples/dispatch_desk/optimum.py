@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from examples.dispatch_desk.game import (
+from dispatch_desk.game import (
     DECISIONS,
     HINTS,
     ROUNDS_MAX,

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from examples.dispatch_desk import game, optimum
+from dispatch_desk import game, optimum
 
 GAP_MIN = 0.10
 """Least loss of the best state-blind rule at any decision, as a share of both the optimum and the optimum-random range."""
