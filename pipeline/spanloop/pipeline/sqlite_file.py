@@ -107,6 +107,7 @@ class SqliteFile:
         self.path = Path(path)
         self._write_lock = threading.Lock()
         self._read_lock = threading.Lock()
+        self._connections: list[sqlite3.Connection] = []
         self._closed = False
         self._checkpoint_after = 0.0
         if not create and not self.path.exists():
@@ -125,9 +126,11 @@ class SqliteFile:
             self._writer = self._connect()
             self._reader = self._connect()
             self._prepare()
-        except sqlite3.Error as exc:
-            os.close(self._turn)
-            raise translate(exc, self.path) from exc
+        except (sqlite3.Error, SpanloopError) as exc:
+            self.close()
+            if isinstance(exc, sqlite3.Error):
+                raise translate(exc, self.path) from exc
+            raise
 
     def _make_private(self) -> None:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -139,6 +142,7 @@ class SqliteFile:
         connection = sqlite3.connect(
             self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False, cached_statements=256
         )
+        self._connections.append(connection)
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA wal_autocheckpoint = 0")
         return connection
@@ -149,7 +153,9 @@ class SqliteFile:
             version = int(one("PRAGMA user_version").fetchone()[0])
             application = int(one("PRAGMA application_id").fetchone()[0])
             if version == 0 and application == 0 and one("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                raise ConfigError(f"{self.path} is a SQLite database of something else: use another workspace")
+                raise ConfigError(
+                    f"{self.path} is a SQLite database of something else: use another workspace"
+                )
             if version > FORMAT:
                 raise TerminalError(
                     f"{self.path} has layout {version}, this build knows {FORMAT}: upgrade spanloop"
@@ -237,8 +243,7 @@ class SqliteFile:
             self._closed = True
             # The last connection to close checkpoints: under the turn, like any other checkpoint.
             with contextlib.suppress(TransientError), self._turn_held():
-                with contextlib.suppress(sqlite3.Error):
-                    self._reader.close()
-                with contextlib.suppress(sqlite3.Error):
-                    self._writer.close()
+                for connection in self._connections:
+                    with contextlib.suppress(sqlite3.Error):
+                        connection.close()
             os.close(self._turn)

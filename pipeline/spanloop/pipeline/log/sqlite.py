@@ -9,12 +9,13 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from spanloop.pipeline.clock import SystemClock
 from spanloop.pipeline.ports import Appended, Clock, LogRecord, NewRecord
 from spanloop.pipeline.sqlite_file import SqliteFile
-from spanloop.schemas.errors import SpanloopError
+from spanloop.schemas.errors import SchemaError, TransientError
 
 __all__ = ["SqliteLog", "insert_records"]
 
@@ -35,9 +36,12 @@ def insert_records(
     """Insert inside the caller's transaction; a record that is there already keeps its offset."""
     results = []
     for record in records:
-        cursor = connection.execute(
-            _INSERT, (record.topic, record.key, record.event_id, record.value, now_ns)
-        )
+        try:
+            cursor = connection.execute(
+                _INSERT, (record.topic, record.key, record.event_id, record.value, now_ns)
+            )
+        except UnicodeEncodeError as exc:
+            raise SchemaError(f"the key of a record on {record.topic} is not valid text: {exc}") from exc
         if cursor.rowcount == 1 and cursor.lastrowid is not None:
             results.append(Appended(offset=cursor.lastrowid, duplicate=False))
         else:
@@ -110,7 +114,10 @@ class SqliteLog:
     def _commit_group(self, group: list[_Ticket]) -> None:
         try:
             self._commit_together(group)
-        except SpanloopError as exc:
+        except TransientError as exc:  # the disk or the turn: the same for all of them
+            for ticket in group:
+                ticket.error = TransientError(exc.message, **exc.attributes)
+        except Exception as exc:
             if len(group) == 1:
                 group[0].error = exc
                 return
@@ -139,10 +146,11 @@ class SqliteLog:
             parameters += [name, after.get(name, -1), limit]
         rows = self._file.query(
             "SELECT r.topic, r.seq, r.key, r.event_id, r.value, r.appended_ns "
-            f"FROM (SELECT seq FROM ({union}) ORDER BY seq LIMIT ?) AS s "  # noqa: S608 - placeholders only
-            "CROSS JOIN records AS r ON r.seq = s.seq ORDER BY r.seq",
+            f"FROM (SELECT seq FROM ({union}) ORDER BY seq LIMIT ?) AS s "
+            "CROSS JOIN records AS r ON r.seq = s.seq",
             [*parameters, limit],
         )
+        rows.sort(key=itemgetter(1))
         return [LogRecord(*row) for row in rows]
 
     def end(self, topic: str) -> int:
