@@ -222,7 +222,7 @@ def test_timers_fire_at_their_time_and_not_while_a_backlog_waits():
     runtime.step()
     assert runtime.metrics()["sum"].lag_ms == 0
     clock.advance(seconds=1)
-    assert runtime.step() == 1
+    assert runtime.step() == 2  # the event and the entry
     assert _told_on(log)[-1] == ("closed", "k0=15", "")
     assert runtime.step() == 0
 
@@ -309,7 +309,7 @@ def test_a_timer_without_effect_does_not_spin_for_ever(timer_ns):
 def test_a_raising_timer_ends_with_the_place_and_without_the_text():
     clock = ManualClock(0)
     log = MemoryLog(clock)
-    with pytest.raises(TerminalError, match="KeyError at .* tick") as caught:
+    with pytest.raises(TerminalError, match=r"KeyError at .* tick") as caught:
         run_to_end([BrokenTimer()], log, MemoryState(log), clock)
     assert "secret" not in caught.value.message
 
@@ -345,7 +345,7 @@ def test_the_process_is_ready_folds_and_ends_cleanly_on_sigterm(tmp_path, reques
             assert state.load("count") == {"count": b"20"}
             log.append([NewRecord("spans", "last", "last", b"5")])
             child.send_signal(signal.SIGTERM)
-            out, err = child.communicate(timeout=20)
+            _, err = child.communicate(timeout=20)
             assert child.returncode == 0, err
             assert json.loads(state.load("sum")["last"])[0] == 5
         status = json.loads((tmp_path / "workspace" / "pipeline.json").read_text())

@@ -144,12 +144,12 @@ class SqliteLog:
         parameters: list[object] = []
         for name in names:
             parameters += [name, after.get(name, -1), limit]
-        rows = self._file.query(
-            "SELECT r.topic, r.seq, r.key, r.event_id, r.value, r.appended_ns "
+        sql = (
+            "SELECT r.topic, r.seq, r.key, r.event_id, r.value, r.appended_ns "  # noqa: S608 - placeholders only
             f"FROM (SELECT seq FROM ({union}) ORDER BY seq LIMIT ?) AS s "
-            "CROSS JOIN records AS r ON r.seq = s.seq",
-            [*parameters, limit],
+            "CROSS JOIN records AS r ON r.seq = s.seq"
         )
+        rows = self._file.query(sql, [*parameters, limit])
         rows.sort(key=itemgetter(1))
         return [LogRecord(*row) for row in rows]
 
