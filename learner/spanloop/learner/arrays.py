@@ -1,0 +1,128 @@
+"""Rollouts as padded arrays, and their split into minibatches.
+
+Place: between ``batches`` (what is trained on) and ``update`` (how). Pure, no torch; the same rollouts and seed are the same
+arrays. Decision weights sum to 1 in every batch and minibatch.
+
+Legend of suffixes: B rows (model calls), T positions, N decisions, K options of a menu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from spanloop.learner.batches import Rollout
+
+__all__ = ["Arrays", "collate", "minibatches", "standardised", "take"]
+
+
+class Arrays(msgspec.Struct, frozen=True):
+    """A batch as arrays. ``weight_N`` sums to 1."""
+
+    ids_BT: NDArray[np.int64]
+    lengths_B: NDArray[np.int64]
+    row_N: NDArray[np.int64]
+    position_N: NDArray[np.int64]
+    menu_NK: NDArray[np.int64]
+    open_NK: NDArray[np.bool_]
+    chosen_N: NDArray[np.int64]
+    behaviour_N: NDArray[np.float32]
+    advantage_N: NDArray[np.float32]
+    values_NK: NDArray[np.float32]
+    valued_N: NDArray[np.bool_]
+    weight_N: NDArray[np.float32]
+    rollout_B: NDArray[np.int64]
+    """Index of the row's rollout."""
+
+
+def collate(rollouts: Sequence[Rollout], *, weighting: str = "decision") -> Arrays:
+    """Pad and stack.
+
+    Args:
+        rollouts: At least one, each with at least one decision.
+        weighting: decision: every decision counts the same, which is the policy gradient of the mean return;
+            rollout: every orchestration counts the same, its rows by their ``weight`` (WideSeek, METHODS 2.5).
+    """
+    calls = [(index, call) for index, rollout in enumerate(rollouts) for call in rollout.calls]
+    flat = [(row, index, d) for row, (index, call) in enumerate(calls) for d in call.decisions]
+    longest = max(len(call.ids) for _, call in calls)
+    widest = max(len(d.menu) for _, _, d in flat)
+    ids_BT = np.zeros((len(calls), longest), np.int64)
+    for row, (_, call) in enumerate(calls):
+        ids_BT[row, : len(call.ids)] = call.ids
+    menu_NK = np.zeros((len(flat), widest), np.int64)
+    open_NK = np.zeros((len(flat), widest), np.bool_)
+    values_NK = np.zeros((len(flat), widest), np.float32)
+    for n, (_, _, d) in enumerate(flat):
+        menu_NK[n, : len(d.menu)] = d.menu
+        open_NK[n, : len(d.menu)] = True
+        values_NK[n, : len(d.values)] = d.values
+    if weighting == "rollout":
+        rows = [call.weight / len(call.decisions) for _, call in calls]
+        weight = np.array([rows[row] for row, _, _ in flat], np.float64)
+    else:
+        weight = np.ones(len(flat), np.float64)
+    return Arrays(
+        ids_BT=ids_BT,
+        lengths_B=np.array([len(call.ids) for _, call in calls], np.int64),
+        row_N=np.array([row for row, _, _ in flat], np.int64),
+        position_N=np.array([d.position for _, _, d in flat], np.int64),
+        menu_NK=menu_NK,
+        open_NK=open_NK,
+        chosen_N=np.array([d.chosen for _, _, d in flat], np.int64),
+        behaviour_N=np.array([d.behaviour for _, _, d in flat], np.float32),
+        advantage_N=np.array([d.advantage for _, _, d in flat], np.float32),
+        values_NK=values_NK,
+        valued_N=np.array([bool(d.values) for _, _, d in flat], np.bool_),
+        weight_N=(weight / max(weight.sum(), 1e-12)).astype(np.float32),
+        rollout_B=np.array([index for index, _ in calls], np.int64),
+    )
+
+
+def take(arrays: Arrays, part: Sequence[int]) -> tuple[Arrays, NDArray[np.int64]]:
+    """The rows and decisions of some rollouts, weights summing to 1 again; and the indices of those decisions."""
+    keep_B = np.isin(arrays.rollout_B, part)
+    new_row_B = np.cumsum(keep_B) - 1
+    index_N = np.flatnonzero(keep_B[arrays.row_N])
+    longest = int(arrays.lengths_B[keep_B].max())
+    weight_N = arrays.weight_N[index_N]
+    chosen: dict[str, Any] = {
+        name: getattr(arrays, name)[index_N]
+        for name in arrays.__struct_fields__
+        if name.endswith(("_N", "_NK"))
+    }
+    chosen["row_N"] = new_row_B[chosen["row_N"]]
+    chosen["weight_N"] = (weight_N / max(float(weight_N.sum()), 1e-12)).astype(np.float32)
+    rows: dict[str, Any] = {
+        "ids_BT": arrays.ids_BT[keep_B][:, :longest],
+        "lengths_B": arrays.lengths_B[keep_B],
+        "rollout_B": arrays.rollout_B[keep_B],
+    }
+    return Arrays(**chosen, **rows), index_N
+
+
+def standardised(arrays: Arrays) -> Arrays:
+    """Advantages and values divided by the root mean square of the advantages, so that one learning rate fits rewards of
+    any unit; a batch without signal stays as it is."""
+    scale = float(np.sqrt(np.mean(np.square(arrays.advantage_N, dtype=np.float64))))
+    if not scale > 1e-9:
+        return arrays
+    return msgspec.structs.replace(
+        arrays,
+        advantage_N=(arrays.advantage_N / scale).astype(np.float32),
+        values_NK=(arrays.values_NK / scale).astype(np.float32),
+    )
+
+
+def minibatches(count: int, size: int, *, seed: tuple[int, ...]) -> list[list[int]]:
+    """A permutation of ``range(count)`` in pieces of ``size``; the last may be short. The same seed is the same split.
+
+    >>> sorted(i for part in minibatches(5, 2, seed=(0, 1)) for i in part)
+    [0, 1, 2, 3, 4]
+    """
+    order = np.random.default_rng(list(seed)).permutation(count).tolist()
+    return [order[start : start + size] for start in range(0, count, size)]

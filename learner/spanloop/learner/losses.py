@@ -1,0 +1,189 @@
+"""Objectives of the policy update, as pure functions of tensors.
+
+Place: ``trainer`` gathers the logits of the decisions of a minibatch, these functions turn them into a scalar. A decision
+is one response token with more than one open option; its *menu* are the options that the server left open.
+
+Invariants: an option that was closed, and a decision of weight zero, has no gradient; nothing here reads a clock, a
+random number or a global. Ratios follow METHODS 4.2: behaviour ``mu`` acted, proximal ``p`` is the policy before the
+update, ``theta`` is being trained; drift one is w = p/mu, drift two r = theta/p.
+
+Legend of suffixes: N decisions, K options of a menu (padded), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import torch
+from torch import Tensor
+
+__all__ = [
+    "CLOSED",
+    "LossTerms",
+    "all_action_surrogate",
+    "clipped_surrogate",
+    "effective_sample_size",
+    "entropy",
+    "importance_weights",
+    "k3",
+    "menu_log_probs",
+    "menu_values_centred",
+    "policy_loss",
+    "taken",
+]
+
+CLOSED = -1e4
+"""Log-probability written for a closed option: exp is 0 and 0 * CLOSED is 0, so sums over a menu need no mask."""
+
+
+def menu_log_probs(logits_NV: Tensor, menu_NK: Tensor, open_NK: Tensor, exploration: float = 0.0) -> Tensor:
+    """Log-probabilities over each menu as the server samples them: (1 - eps) softmax(masked logits) + eps uniform.
+
+    Args:
+        logits_NV: Unmasked logits, float.
+        menu_NK: Token ids of the options, int64; padding repeats any valid id.
+        open_NK: True where the option exists.
+        exploration: eps in [0, 1): mass spread evenly over the open options.
+
+    Returns:
+        (N, K), nats; CLOSED at padding.
+    """
+    gathered_NK = logits_NV.gather(1, menu_NK).masked_fill(~open_NK, CLOSED)
+    logp_NK = torch.log_softmax(gathered_NK, dim=1)
+    if exploration > 0.0:
+        floor_N1 = math.log(exploration) - open_NK.sum(1, keepdim=True).to(logp_NK.dtype).log()
+        logp_NK = torch.logaddexp(logp_NK + math.log1p(-exploration), floor_N1)
+    return logp_NK.masked_fill(~open_NK, CLOSED)
+
+
+def taken(logp_NK: Tensor, chosen_N: Tensor) -> Tensor:
+    """Log-probability (N,) of the option that was taken; ``chosen_N`` is its index in the menu."""
+    return logp_NK.gather(1, chosen_N[:, None])[:, 0]
+
+
+def importance_weights(
+    prox_N: Tensor, behaviour_N: Tensor, cap: float = math.inf, *, mask: bool = False
+) -> Tensor:
+    """w = exp(p - mu): truncated at ``cap`` (TIS), or set to 0 above it (MIS; the denominator keeps the token).
+
+    Source: METHODS 4.2; TIS and MIS as in AReaL (arXiv 2505.24298) and verl's rollout correction.
+    """
+    ratio_N = (prox_N - behaviour_N).exp()
+    return ratio_N * (ratio_N <= cap) if mask else ratio_N.clamp(max=cap)
+
+
+def clipped_surrogate(theta_N: Tensor, prox_N: Tensor, advantage_N: Tensor, clip: float) -> Tensor:
+    """min(r A, clip(r, 1 - eps, 1 + eps) A) for each token, r = exp(theta - p).
+
+    Times ``importance_weights`` it is decoupled PPO (AReaL, eq. 5). With the behaviour policy as ``prox_N`` and no
+    weight it is the two-policy "bypass".
+
+    Source: PPO, arXiv 1707.06347, eq. 7.
+    """
+    ratio_N = (theta_N - prox_N).exp()
+    return torch.minimum(ratio_N * advantage_N, ratio_N.clamp(1.0 - clip, 1.0 + clip) * advantage_N)
+
+
+def menu_values_centred(values_NK: Tensor, prox_NK: Tensor) -> Tensor:
+    """Advantage of every option, A(a) = Q(a) - sum_b p(b) Q(b); its mean under ``prox`` is zero.
+
+    Source: COMA, arXiv 1705.08926, eq. 4.
+    """
+    prox_NK = prox_NK.exp()
+    return values_NK - (prox_NK * values_NK).sum(1, keepdim=True)
+
+
+def all_action_surrogate(theta_NK: Tensor, prox_NK: Tensor, advantage_NK: Tensor, clip: float) -> Tensor:
+    """sum_a p(a) min(r_a A(a), clip(r_a) A(a)): the clipped surrogate in expectation over the menu instead of the
+    one option that was taken, so that the choice itself adds no variance.
+
+    Source: expected policy gradients (arXiv 1801.03326) with PPO's clip on each option.
+    """
+    return (prox_NK.exp() * clipped_surrogate(theta_NK, prox_NK, advantage_NK, clip)).sum(1)
+
+
+def entropy(logp_NK: Tensor) -> Tensor:
+    """Entropy (N,) of each decision, nats."""
+    return -(logp_NK.exp() * logp_NK).sum(1)
+
+
+def k3(log_ratio_N: Tensor) -> Tensor:
+    """w - ln w - 1 with w = exp(log ratio): a non-negative estimate of the KL divergence for each token.
+
+    Source: METHODS 4.2 (Schulman, "Approximating KL divergence").
+    """
+    return log_ratio_N.exp() - log_ratio_N - 1.0
+
+
+def effective_sample_size(weights_N: Tensor) -> Tensor:
+    """(sum w)^2 / sum w^2, in samples; 0 when all weights are 0."""
+    square = weights_N.square().sum()
+    return torch.where(square > 0, weights_N.sum().square() / square.clamp_min(1e-300), square)
+
+
+class LossTerms(msgspec.Struct, frozen=True):
+    """What a minibatch's loss is made of; the numbers are detached."""
+
+    loss: Tensor
+    surrogate: float
+    entropy: float
+    clipped: float
+    """Share of decisions whose ratio left the clip range."""
+    kl: float
+    """Mean k3 of theta against the proximal policy."""
+    ess: float
+    """Effective sample size of the drift-one weights over the number of decisions."""
+
+
+def policy_loss(
+    theta_NK: Tensor,
+    *,
+    prox_NK: Tensor,
+    behaviour_N: Tensor,
+    chosen_N: Tensor,
+    advantage_N: Tensor,
+    values_NK: Tensor,
+    valued_N: Tensor,
+    weight_N: Tensor,
+    clip: float,
+    cap: float,
+    entropy_bonus: float,
+) -> LossTerms:
+    """Loss to minimise: minus the weighted sum of the surrogate and of the entropy bonus.
+
+    Decisions with counterfactual values (``valued_N``) use the all-action surrogate, the others decoupled PPO on
+    the account's advantage. ``weight_N`` decides how much each decision counts; sum 1 over a batch is an average.
+
+    Args:
+        theta_NK: Log-probabilities under the policy in training; carries the gradient.
+        prox_NK: The same before the update.
+        behaviour_N: Logged log-probability of the option taken, nats.
+        chosen_N: Its index in the menu.
+        advantage_N: The token's account, units of reward.
+        values_NK: Counterfactual values of the options, units of reward; ignored where not ``valued_N``.
+        valued_N: True where ``values_NK`` is known.
+        weight_N: Non-negative weights.
+        clip: eps of the clip.
+        cap: Truncation of drift-one weights.
+        entropy_bonus: Coefficient of the entropy, units of reward a nat.
+    """
+    theta_N, prox_N = taken(theta_NK, chosen_N), taken(prox_NK, chosen_N)
+    drift_N = importance_weights(prox_N, behaviour_N, cap)
+    sampled_N = drift_N * clipped_surrogate(theta_N, prox_N, advantage_N, clip)
+    centred_NK = menu_values_centred(values_NK, prox_NK)
+    expected_N = all_action_surrogate(theta_NK, prox_NK, centred_NK, clip)
+    surrogate_N = torch.where(valued_N, expected_N, sampled_N)
+    entropy_N = entropy(theta_NK)
+    loss = -(weight_N * (surrogate_N + entropy_bonus * entropy_N)).sum()
+    with torch.no_grad():
+        log_ratio_N = theta_N - prox_N
+        total = weight_N.sum().clamp_min(1e-12)
+        return LossTerms(
+            loss=loss,
+            surrogate=float((weight_N * surrogate_N).sum() / total),
+            entropy=float((weight_N * entropy_N).sum() / total),
+            clipped=float(((log_ratio_N.exp() - 1.0).abs() > clip).to(weight_N.dtype).mean()),
+            kl=float(k3(log_ratio_N).mean()),
+            ess=float(effective_sample_size(drift_N) / max(1, drift_N.numel())),
+        )

@@ -1,0 +1,219 @@
+"""One batch of learning: weights and optimiser before it, rollouts, hyper-parameters -> weights and optimiser after it.
+
+Place: ``trainer`` calls it between BatchCommitted and the checkpoint, a replay calls it with what the log says.
+Invariants: deterministic given its arguments (one thread, deterministic kernels, all chance from the batch's number); a step
+whose loss, gradient or resulting parameters are not finite leaves weights and optimiser as they were and is counted.
+
+Legend of suffixes: B rows, T positions, N decisions, K options, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from spanloop.learner.arrays import Arrays, collate, minibatches, standardised, take
+from spanloop.learner.batches import Rollout, with_advantages
+from spanloop.learner.losses import LossTerms, menu_log_probs, policy_loss
+from spanloop.learner.policy import PolicyConfig, PolicyNet
+from spanloop.schemas.settings import Settings
+
+__all__ = ["Hyper", "TensorBatch", "Updater", "hyper_of", "initialise_torch"]
+
+
+class Hyper(msgspec.Struct, frozen=True):
+    """Everything an update depends on besides weights and data; written on each BatchCommitted."""
+
+    seed: int
+    learning_rate: float
+    epochs: int
+    minibatch_orchestrations: int
+    clip: float
+    entropy_start: float
+    entropy_end: float
+    entropy_updates: int
+    advantage: str
+    exploration: float
+    max_staleness: int
+    ratio_cap: float = 2.0
+    """Truncation of drift-one weights (TIS, METHODS 4.2)."""
+    gradient_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+    weight_decay: float = 0.0
+    weighting: str = "decision"
+    standardise: bool = True
+    """Divide advantages and values by their root mean square over the batch."""
+
+    def entropy_bonus(self, batch: int) -> float:
+        """Coefficient for batch number ``batch`` (1, 2, ...): linear from start to end.
+
+        >>> h = hyper_of(Settings())
+        >>> h.entropy_bonus(1) == h.entropy_start, h.entropy_bonus(10**6) == h.entropy_end
+        (True, True)
+        """
+        done = min(1.0, max(0, batch - 1) / self.entropy_updates)
+        return self.entropy_start + (self.entropy_end - self.entropy_start) * done
+
+
+def hyper_of(settings: Settings) -> Hyper:
+    """The hyper-parameters that settings ask for."""
+    names = set(Hyper.__struct_fields__)
+    values: dict[str, Any] = {k: v for k, v in settings.learner.model_dump().items() if k in names}
+    return Hyper(exploration=settings.serving.exploration, **values)
+
+
+def initialise_torch(threads: int, *, deterministic: bool = True) -> None:
+    """Process-wide torch settings: threads, deterministic kernels, no denormals (they cost 15 times, PARTS B.7)."""
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+    torch.set_flush_denormal(True)
+
+
+class TensorBatch(msgspec.Struct, frozen=True):
+    """``Arrays`` as tensors that share their memory."""
+
+    ids_BT: Tensor
+    row_N: Tensor
+    position_N: Tensor
+    menu_NK: Tensor
+    open_NK: Tensor
+    chosen_N: Tensor
+    behaviour_N: Tensor
+    advantage_N: Tensor
+    values_NK: Tensor
+    valued_N: Tensor
+    weight_N: Tensor
+
+    @classmethod
+    def of(cls, arrays: Arrays) -> TensorBatch:
+        return cls(*(torch.from_numpy(getattr(arrays, name)) for name in cls.__struct_fields__))
+
+    def log_probs(self, net: PolicyNet, exploration: float) -> Tensor:
+        """(N, K) log-probabilities of every decision's menu as ``net`` would be served; the head runs on decisions only."""
+        logits_NV = net.head(net.hidden(self.ids_BT)[self.row_N, self.position_N])
+        return menu_log_probs(logits_NV, self.menu_NK, self.open_NK, exploration)
+
+
+class Updater:
+    """A policy with its optimiser. ``tensors``/``restore`` carry both through a checkpoint."""
+
+    def __init__(self, config: PolicyConfig, net: PolicyNet) -> None:
+        self.net = PolicyNet(config)
+        self.net.load_state_dict(net.state_dict())
+        self.names = [name for name, _ in self.net.named_parameters()]
+        self._parameters = [parameter for _, parameter in self.net.named_parameters()]
+        self._moments = {
+            f"adam/{name}/{kind}": torch.zeros_like(parameter)
+            for name, parameter in self.net.named_parameters()
+            for kind in ("first", "second")
+        }
+        self.steps = 0
+        self.skipped = 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights (``policy/``) and moments (``adam/``), copied."""
+        weights = {f"policy/{name}": t for name, t in self.net.state_dict().items()}
+        return {name: t.detach().clone() for name, t in (weights | self._moments).items()}
+
+    def restore(self, tensors: Mapping[str, Tensor], *, steps: int, skipped: int) -> None:
+        """Become what ``tensors`` returned."""
+        self.net.load_state_dict(
+            {name.removeprefix("policy/"): t for name, t in tensors.items() if name.startswith("policy/")}
+        )
+        self._moments = {name: t.clone() for name, t in tensors.items() if name.startswith("adam/")}
+        self.steps, self.skipped = steps, skipped
+
+    def train(self, rollouts: Sequence[Rollout], hyper: Hyper, batch: int) -> dict[str, float]:
+        """Learn from one batch in place; returns metrics (means over its steps)."""
+        prepared, notes = with_advantages(rollouts, hyper.advantage)
+        arrays = collate(prepared, weighting=hyper.weighting)
+        if hyper.standardise:
+            arrays = standardised(arrays)
+        with torch.no_grad():
+            prox_NK = TensorBatch.of(arrays).log_probs(self.net, hyper.exploration)
+        bonus = hyper.entropy_bonus(batch)
+        history: list[tuple[LossTerms, float]] = []
+        for epoch in range(hyper.epochs):
+            split = minibatches(
+                len(prepared), hyper.minibatch_orchestrations, seed=(hyper.seed, batch, epoch)
+            )
+            for part in split:
+                few, index_N = take(arrays, part)
+                chosen_NK = prox_NK[torch.from_numpy(index_N)]
+                history.extend(self._step(TensorBatch.of(few), chosen_NK, hyper, bonus))
+        return _summary(history) | {"entropy_bonus": bonus, **{k: float(v) for k, v in notes.items()}}
+
+    def _step(
+        self, tensors: TensorBatch, prox_NK: Tensor, hyper: Hyper, bonus: float
+    ) -> list[tuple[LossTerms, float]]:
+        self.net.zero_grad(set_to_none=True)
+        terms = policy_loss(
+            tensors.log_probs(self.net, hyper.exploration),
+            prox_NK=prox_NK,
+            behaviour_N=tensors.behaviour_N,
+            chosen_N=tensors.chosen_N,
+            advantage_N=tensors.advantage_N,
+            values_NK=tensors.values_NK,
+            valued_N=tensors.valued_N,
+            weight_N=tensors.weight_N,
+            clip=hyper.clip,
+            cap=hyper.ratio_cap,
+            entropy_bonus=bonus,
+        )
+        norm = math.nan
+        if bool(torch.isfinite(terms.loss)):
+            terms.loss.backward()
+            norm = self._apply(hyper)
+        if not math.isfinite(norm):
+            self.skipped += 1
+            return []
+        return [(msgspec.structs.replace(terms, loss=terms.loss.detach()), norm)]
+
+    def _apply(self, hyper: Hyper) -> float:
+        """One AdamW step if everything stays finite; returns the gradient norm, NaN when the step was skipped."""
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters]
+        norm = float(torch.stack([g.square().sum() for g in gradients]).sum().sqrt())
+        if not math.isfinite(norm):
+            return math.nan
+        scale = min(1.0, hyper.gradient_norm / (norm + 1e-12))
+        updated, moments = self._adam([g * scale for g in gradients], hyper)
+        if not all(bool(torch.isfinite(t).all()) for t in (*updated, *moments.values())):
+            return math.nan
+        with torch.no_grad():
+            for parameter, value in zip(self._parameters, updated, strict=True):
+                parameter.copy_(value)
+        self._moments = moments
+        self.steps += 1
+        return norm
+
+    @torch.no_grad()
+    def _adam(self, gradients: list[Tensor], hyper: Hyper) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with betas .9, .999, written out of place so that a step
+        can be refused as a whole."""
+        step = self.steps + 1
+        updated: list[Tensor] = []
+        moments: dict[str, Tensor] = {}
+        for name, parameter, gradient in zip(self.names, self._parameters, gradients, strict=True):
+            first = self._moments[f"adam/{name}/first"].lerp(gradient, 0.1)
+            second = self._moments[f"adam/{name}/second"].mul(0.999).addcmul(gradient, gradient, value=0.001)
+            denominator = (second / (1.0 - 0.999**step)).sqrt().add(1e-8)
+            value = parameter * (1.0 - hyper.learning_rate * hyper.weight_decay)
+            updated.append(value.addcdiv(first, denominator, value=-hyper.learning_rate / (1.0 - 0.9**step)))
+            moments[f"adam/{name}/first"], moments[f"adam/{name}/second"] = first, second
+        return updated, moments
+
+
+def _summary(history: Sequence[tuple[LossTerms, float]]) -> dict[str, float]:
+    if not history:
+        return {}
+    names = ("surrogate", "entropy", "clipped", "kl", "ess")
+    means = {name: float(np.mean([getattr(terms, name) for terms, _ in history])) for name in names}
+    means["loss"] = float(np.mean([float(terms.loss) for terms, _ in history]))
+    means["gradient_norm"] = float(np.mean([norm for _, norm in history]))
+    return means
