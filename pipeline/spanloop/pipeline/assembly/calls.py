@@ -1,0 +1,201 @@
+"""Model calls of one orchestration: each logical call once, whoever recorded it.
+
+Spans are one call when they share a response id (the framework's span, the gateway's span, a re-export), or when a
+model span stands directly in another one of a different instrumentation layer. The call's place and times come from
+the framework's outermost span; tokens, sampling and policy version from the gateway. Roll-ups on agents never count.
+Source: DIALECTS 2.5, RELIABILITY cases 10, 21, 23, 25.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+
+from spanloop.pipeline.assembly.tree import Tree
+from spanloop.pipeline.dialects.operation import CallFacts, GatewayFacts, Operation
+from spanloop.schemas.orchestration import MenuOption, ModelCall, TokenUsage, ToolCall
+
+__all__ = ["Calls", "collect_calls", "token_usage"]
+
+
+class Calls:
+    """Model calls with their places in the tree."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+        self.groups: list[list[int]] = []
+        """Operations of each call, primary first, in order of the primary's start."""
+        self.agent: list[int] = []
+        """Agent run of each call, -1 unknown."""
+        self.of_agent: dict[int, list[int]] = defaultdict(list)
+        """Calls of each agent run in order of start."""
+        self._starts: dict[int, list[int]] = {}
+        self._asked: dict[tuple[int, str], list[int]] = defaultdict(list)
+
+    def id(self, call: int) -> str:
+        """ModelCall.id."""
+        primary = self.tree.ops[self.groups[call][0]]
+        return self.response_id(call) or primary.span_id
+
+    def response_id(self, call: int) -> str:
+        """Response id of a call, empty when unknown."""
+        for i in self.groups[call]:
+            facts = self.tree.ops[i].call
+            if facts and facts.response_id:
+                return facts.response_id
+        return ""
+
+    def start(self, call: int) -> int:
+        """Start of a call, ns."""
+        return self.tree.ops[self.groups[call][0]].start_ns
+
+    def end(self, call: int) -> int:
+        """End of a call, ns; never before its start."""
+        primary = self.tree.ops[self.groups[call][0]]
+        return max(primary.end_ns, primary.start_ns)
+
+    def span_ids(self, call: int) -> tuple[str, ...]:
+        """Span ids of a call, sorted."""
+        return tuple(sorted({self.tree.ops[i].span_id for i in self.groups[call]}))
+
+    def answered(self, call: int) -> set[str]:
+        """Tool call ids whose results stood in the call's input."""
+        return {a for i in self.groups[call] if (facts := self.tree.ops[i].call) for a in facts.answered}
+
+    def asker(self, agent: int, call_id: str, at_ns: int) -> int:
+        """The call of ``agent`` that asked for the tool call ``call_id`` which ran at ``at_ns``; by id, else the agent's
+        last call begun before it; -1 without one."""
+        asked = self._asked.get((agent, call_id), []) if call_id else []
+        for call in reversed(asked):
+            if self.start(call) <= at_ns:
+                return call
+        if asked:
+            return asked[0]
+        return self.before(agent, at_ns)
+
+    def before(self, agent: int, at_ns: int) -> int:
+        """The agent's last call begun at or before ``at_ns``, -1 without one."""
+        calls = self.of_agent.get(agent)
+        if not calls:
+            return -1
+        place = bisect_right(self._starts[agent], at_ns)
+        return calls[place - 1] if place else -1
+
+    def after(self, agent: int, at_ns: int) -> int:
+        """The agent's first call begun at or after ``at_ns``, -1 without one."""
+        calls = self.of_agent.get(agent)
+        if not calls:
+            return -1
+        place = bisect_right(self._starts[agent], at_ns - 1)
+        return calls[place] if place < len(calls) else -1
+
+    def last(self, agent: int) -> int:
+        """The agent's last call, -1 without one."""
+        calls = self.of_agent.get(agent)
+        return calls[-1] if calls else -1
+
+    def _index(self) -> None:
+        for call, agent in enumerate(self.agent):
+            self.of_agent[agent].append(call)
+            if agent < 0:
+                continue
+            for i in self.groups[call]:
+                facts = self.tree.ops[i].call
+                for asked in facts.asked if facts else ():
+                    known = self._asked[(agent, asked.id)]
+                    if asked.id and (not known or known[-1] != call):
+                        known.append(call)
+        self._starts = {
+            agent: [self.start(call) for call in calls] for agent, calls in self.of_agent.items()
+        }
+
+
+def collect_calls(tree: Tree) -> Calls:
+    """Group the model-call operations of ``tree`` into calls."""
+    ops = tree.ops
+    leader: dict[int, int] = {}
+    by_response: dict[str, int] = {}
+    members: dict[int, list[int]] = {}
+    for i in tree.preorder:
+        facts = ops[i].call
+        if ops[i].kind != "model_call" or facts is None:
+            continue
+        head = by_response.get(facts.response_id, i) if facts.response_id else i
+        above = tree.parent[i]
+        if head == i and above >= 0 and above in leader and _layered(ops[above], ops[i]):
+            head = leader[above]
+        leader[i] = head
+        members.setdefault(head, []).append(i)
+        if facts.response_id:
+            by_response.setdefault(facts.response_id, head)
+    calls = Calls(tree)
+    groups = [sorted(group, key=lambda i: (_is_gateway(ops[i]), tree.agent[i] < 0)) for group in members.values()]
+    groups.sort(key=lambda group: group[0])
+    for group in groups:
+        calls.groups.append(group)
+        calls.agent.append(next((tree.agent[i] for i in group if tree.agent[i] >= 0), -1))
+    calls._index()
+    return calls
+
+
+def _layered(outer: Operation, inner: Operation) -> bool:
+    """Whether two nested model spans are two instrumentations' views of one call."""
+    if outer.layer == inner.layer or outer.call is None or inner.call is None:
+        return False
+    return not outer.call.response_id or not inner.call.response_id
+
+
+def _is_gateway(op: Operation) -> bool:
+    return op.call is not None and op.call.gateway is not None
+
+
+def model_call(calls: Calls, call: int, agent_id: str, tool_status: dict[str, str]) -> ModelCall:
+    """The ModelCall of a group; ``tool_status`` says what became of the tool calls it asked for."""
+    ops = [calls.tree.ops[i] for i in calls.groups[call]]
+    by_trust = sorted(ops, key=lambda op: not _is_gateway(op))
+    facts = [op.call for op in by_trust if op.call is not None]
+    gateway = next((f.gateway for f in facts if f.gateway is not None), None) or GatewayFacts()
+    asked = next((f.asked for op in ops if (f := op.call) and f.asked), ())
+    return ModelCall(
+        id=calls.id(call),
+        agent_id=agent_id,
+        span_ids=calls.span_ids(call),
+        start_ns=calls.start(call),
+        end_ns=calls.end(call),
+        model=next((f.model for f in facts if f.model), ""),
+        response_id=calls.response_id(call),
+        input_tokens=_known(facts, "input_tokens"),
+        output_tokens=_known(facts, "output_tokens"),
+        finish_reasons=next((f.finish_reasons for f in facts if f.finish_reasons), ()),
+        tool_calls=tuple(ToolCall(a.id, a.name, tool_status.get(a.id, "")) for a in asked),
+        policy_version=gateway.policy_version,
+        harness=gateway.harness,
+        task_key=gateway.task_key,
+        sampling=gateway.sampling,
+        prompt_token_ids=gateway.prompt_token_ids,
+        response_token_ids=gateway.response_token_ids,
+        logprobs=gateway.logprobs,
+        menus=tuple(tuple(MenuOption(t, p) for t, p in menu) for menu in gateway.menus),
+        status="error" if ops[0].status == "error" else "ok",
+    )
+
+
+def _known(facts: list[CallFacts], name: str) -> int | None:
+    return next((value for f in facts if (value := getattr(f, name)) is not None), None)
+
+
+def token_usage(calls: tuple[ModelCall, ...], tree: Tree) -> tuple[TokenUsage, bool]:
+    """Sums over ``calls``, and whether they had to be taken from the agents' roll-ups. A failed attempt without usage
+    is neither a call nor unknown: nothing was answered."""
+    counted = [c for c in calls if c.status != "error" or c.input_tokens is not None or c.output_tokens is not None]
+    if not calls:
+        tops = [op.run for i, op in enumerate(tree.ops) if op.run is not None and tree.agent[i] < 0]
+        known = [run for run in tops if run.input_tokens is not None or run.output_tokens is not None]
+        if known:
+            return TokenUsage(sum(r.input_tokens or 0 for r in known), sum(r.output_tokens or 0 for r in known)), True
+    return TokenUsage(
+        input=sum(c.input_tokens or 0 for c in counted),
+        output=sum(c.output_tokens or 0 for c in counted),
+        calls=len(counted),
+        unknown_calls=sum(c.input_tokens is None or c.output_tokens is None for c in counted),
+    ), False

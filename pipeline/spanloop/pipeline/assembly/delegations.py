@@ -1,0 +1,223 @@
+"""Who made whom run: delegations between agent runs, with the rule that found each and how sure it is.
+
+Rules in order, the first that holds: (a) an agent's run under a tool call; (b) keys that name a hand-over; (c) a tool named
+transfer_to_X, then the next run of X; nodes of an engine; a run directly under another; a run whose context was lost but whose
+task is the text that a tool call of the same conversation passed on; a run under a missing parent within the only root.
+Source: DIALECTS 3.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import msgspec
+
+from spanloop.pipeline.assembly.calls import Calls
+from spanloop.pipeline.assembly.tree import Tree
+from spanloop.pipeline.dialects.operation import Operation
+
+__all__ = ["Delegation", "Delegations", "agent_name", "find_delegations", "folded"]
+
+
+class Delegation(msgspec.Struct):
+    """``source`` had ``target`` do something. Indices into ``tree.ops``; -1: unknown."""
+
+    source: int
+    target: int
+    tool: int
+    """Tool call or hand-over operation by which it happened."""
+    rule: str
+    confidence: float
+    mode: str = "return_to_caller"
+    spawns: bool = True
+    delegates: bool = True
+    """False: an engine starts its nodes, nobody decides."""
+
+    def begins(self, tree: Tree) -> int:
+        """When it began, ns."""
+        return tree.ops[self.tool if self.tool >= 0 else self.target].start_ns
+
+    def returned(self, tree: Tree) -> int:
+        """When its result was back with the source, ns; 0: not known."""
+        return tree.ops[self.tool if self.tool >= 0 and self.mode != "pass_control" else self.target].end_ns
+
+
+class Delegations:
+    """All delegations of an orchestration."""
+
+    def __init__(self) -> None:
+        self.all: list[Delegation] = []
+        self.into: dict[int, Delegation] = {}
+        """The delegation that made an agent run, by the run."""
+        self.by_source: dict[int, list[Delegation]] = defaultdict(list)
+        self.tools: set[int] = set()
+        """Tool calls that delegate and so are no leaf tools."""
+        self.same_run: dict[int, int] = {}
+        """Agent runs that only repeat another instrumentation's run, and that run."""
+
+    def add(self, found: Delegation) -> None:
+        """Record ``found``."""
+        self.all.append(found)
+        self.by_source[found.source].append(found)
+        if found.spawns:
+            self.into[found.target] = found
+        if found.tool >= 0:
+            self.tools.add(found.tool)
+
+
+def folded(name: str) -> str:
+    """A name as compared: lower case, everything else than letters and digits one underscore."""
+    return "_".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
+
+
+def agent_name(op: Operation) -> str:
+    """Name of an agent run."""
+    return op.agent or op.name or "agent"
+
+
+def find_delegations(tree: Tree, calls: Calls) -> Delegations:
+    """The delegations among the agent runs of ``tree``."""
+    found = Delegations()
+    agents = tree.agent_ops()
+    _repeated_runs(tree, agents, found)
+    agents = [i for i in agents if i not in found.same_run]
+    handed_over = _handovers(tree, agents, found)
+    roots = []
+    for i in agents:
+        if i not in handed_over and not _by_place(tree, i, found):
+            roots.append(i)
+    _lost_context(tree, roots, found)
+    _contained(tree, [i for i in roots if i not in found.into], found)
+    for delegation in found.all:
+        delegation.mode = _mode(tree, calls, delegation)
+    found.all.sort(key=lambda d: (d.begins(tree), d.target, d.tool))
+    for delegations in found.by_source.values():
+        delegations.sort(key=lambda d: (d.begins(tree), d.target, d.tool))
+    return found
+
+
+def above(tree: Tree, found: Delegations, i: int) -> int:
+    """Agent run above operation ``i``, repeated runs taken as the run they repeat; -1 without one."""
+    agent = tree.agent[i]
+    while agent in found.same_run:
+        agent = found.same_run[agent]
+    return agent
+
+
+def _repeated_runs(tree: Tree, agents: list[int], found: Delegations) -> None:
+    for i in agents:
+        outer = tree.parent[i]
+        if outer < 0 or tree.ops[outer].kind != "agent_run":
+            continue
+        one, two = tree.ops[outer], tree.ops[i]
+        if one.layer != two.layer and folded(agent_name(one)) == folded(agent_name(two)):
+            found.same_run[i] = outer
+
+
+def _by_place(tree: Tree, i: int, found: Delegations) -> bool:
+    source, tool = above(tree, found, i), tree.tool[i]
+    if tool >= 0:
+        found.add(Delegation(source, i, tool, "agent_under_tool", 1.0))
+        return True
+    if source < 0:
+        return False
+    run = tree.ops[source].run
+    if run is not None and run.engine:
+        found.add(Delegation(source, i, -1, "node_of_engine", 1.0, delegates=False))
+    else:
+        found.add(Delegation(source, i, -1, "agent_under_agent", 0.9))
+    return True
+
+
+def _handovers(tree: Tree, agents: list[int], found: Delegations) -> set[int]:
+    """Rules (b) and (c): each transfer claims the next run of its target that no tool call contains."""
+    runs: dict[str, list[int]] = defaultdict(list)
+    for i in reversed(agents):
+        runs[folded(agent_name(tree.ops[i]))].append(i)
+    claimed: set[int] = set()
+    transfers = [i for i, op in enumerate(tree.ops) if op.handover is not None and op.handover.target]
+    inside = {tree.tool[i] for i in agents}
+    for i in transfers:
+        op = tree.ops[i]
+        assert op.handover is not None
+        if i in inside:
+            continue
+        source = above(tree, found, i)
+        waiting = runs.get(folded(op.handover.target), [])
+        known = False
+        while waiting and tree.ops[waiting[-1]].start_ns < op.start_ns:
+            waiting.pop()
+            known = True
+        rule, confidence = op.handover.rule, op.handover.confidence
+        if waiting and tree.tool[waiting[-1]] < 0 and not known:
+            target = waiting.pop()
+            claimed.add(target)
+            found.add(Delegation(source, target, i, rule, confidence, op.handover.mode))
+        elif known or waiting:
+            target = next(
+                (a for a in agents if folded(agent_name(tree.ops[a])) == folded(op.handover.target)), -1
+            )
+            if target >= 0:
+                found.add(Delegation(source, target, i, rule, confidence, op.handover.mode, spawns=False))
+    return claimed
+
+
+def _lost_context(tree: Tree, roots: list[int], found: Delegations) -> None:
+    """Rule (g) inside one conversation: the root run's task is an argument of a tool call that contains it in time."""
+    wanted: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for i in roots:
+        run = tree.ops[i].run
+        if run is not None and run.task_hash and tree.ops[i].conversation:
+            wanted[(tree.ops[i].conversation, run.task_hash)].append(i)
+    if not wanted:
+        return
+    for tool, op in enumerate(tree.ops):
+        if op.tool is None or not op.conversation:
+            continue
+        for text in op.tool.argument_hashes:
+            for i in wanted.get((op.conversation, text), ()):
+                if i not in found.into and lost_in(op, tree.ops[i]):
+                    found.add(
+                        Delegation(above(tree, found, tool), i, tool, "task_is_tool_argument", 0.8)
+                    )
+
+
+def lost_in(tool: Operation, run: Operation) -> bool:
+    """Whether ``run``, a root in a trace of its own, lies within the time of ``tool``."""
+    return (
+        not run.parent_id
+        and run.trace_id != tool.trace_id
+        and tool.start_ns <= run.start_ns
+        and run.end_ns <= tool.end_ns
+    )
+
+
+def _contained(tree: Tree, roots: list[int], found: Delegations) -> None:
+    """Rule (h): a run whose parent is missing, within the time of the trace's only root run."""
+    missing = set(tree.missing)
+    tops: dict[str, list[int]] = defaultdict(list)
+    for i in roots:
+        if i not in missing:
+            tops[tree.ops[i].trace_id].append(i)
+    for i in roots:
+        top = tops.get(tree.ops[i].trace_id, [])
+        if i in missing and len(top) == 1:
+            outer, inner = tree.ops[top[0]], tree.ops[i]
+            if outer.start_ns <= inner.start_ns and inner.end_ns <= outer.end_ns:
+                found.add(Delegation(top[0], i, -1, "contained_in_root", 0.5))
+
+
+def _mode(tree: Tree, calls: Calls, delegation: Delegation) -> str:
+    """Control was passed on when the source ended, well, without another model call after the target's end."""
+    if delegation.mode == "pass_control" and delegation.tool >= 0:
+        return "pass_control"
+    tool = tree.ops[delegation.tool].tool if delegation.tool >= 0 else None
+    if tool is None or delegation.source < 0:
+        return "return_to_caller"
+    source = tree.ops[delegation.source]
+    if tool.role != "output" and (source.end_ns <= 0 or source.status == "error"):
+        return "return_to_caller"
+    if calls.last(delegation.source) < 0:
+        return "pass_control" if tool.role == "output" else "return_to_caller"
+    goes_on = calls.after(delegation.source, tree.ops[delegation.target].end_ns) >= 0
+    return "return_to_caller" if goes_on else "pass_control"

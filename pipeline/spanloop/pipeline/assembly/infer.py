@@ -1,0 +1,322 @@
+"""Events of one orchestration, each with evidence, rule and confidence.
+
+What counts as which event: a decision is a model turn that delegates and expects the result back, or in which the entry agent
+hands over; ``delegate`` each delegation, ``spawn`` where it makes a run that was not there; ``tool_call`` and ``tool_result`` only
+for leaf tools that ran; ``return`` to whoever gets the result; ``aggregate`` the turn that first saw two or more
+results; ``stop`` the end of a run that nobody delegated. Source: DIALECTS 3.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from spanloop.pipeline.assembly.calls import Calls
+from spanloop.pipeline.assembly.delegations import Delegation, Delegations, above, agent_name
+from spanloop.pipeline.assembly.tree import Tree
+from spanloop.pipeline.dialects.operation import Operation
+from spanloop.schemas.canonical import digest
+from spanloop.schemas.orchestration import Agent, OrchestrationEvent
+
+__all__ = ["RANK", "USER", "Inference", "infer_events"]
+
+USER = "user"
+RANK = {
+    name: rank
+    for rank, name in enumerate(
+        ("orchestrator_decision", "delegate", "spawn", "message", "safety_event", "tool_call", "tool_result", "return",
+         "despawn", "aggregate", "human_intervention", "stop")
+    )
+}  # fmt: skip
+"""Order of events at the same nanosecond: causes before effects."""
+
+
+class Inference:
+    """Builds the events; holds the names and ids of the agents."""
+
+    def __init__(self, tree: Tree, calls: Calls, found: Delegations) -> None:
+        self.tree, self.calls, self.found = tree, calls, found
+        self.runs = [i for i in tree.agent_ops() if i not in found.same_run]
+        seen: set[str] = set()
+        self.agent_ids: dict[int, str] = {}
+        for i in self.runs:
+            op = tree.ops[i]
+            self.agent_ids[i] = op.span_id if op.span_id not in seen else f"{op.trace_id}:{op.span_id}"
+            seen.add(op.span_id)
+        self.events: list[OrchestrationEvent] = []
+        self.call_of_event: dict[str, int] = {}
+        """Call that took or saw an event, where one is known."""
+        self.operation_of_event: dict[str, int] = {}
+        """Tool call or delegation operation of an event."""
+
+    def agent_of(self, i: int) -> int:
+        """Agent run that operation ``i`` belongs to, -1 unknown."""
+        return above(self.tree, self.found, i)
+
+    def name(self, agent: int, fallback: str = "") -> str:
+        """Name of an agent run; of an unknown one what the span says."""
+        return agent_name(self.tree.ops[agent]) if agent >= 0 else fallback
+
+    def add(self, kind: str, t_ns: int, rule: str, confidence: float, evidence: Iterable[str], *, agent: int,
+            name: str = "", to: int = -1, to_name: str = "", tool: str = "", call: int = -1, operation: int = -1,
+            **more: str | bool | None) -> OrchestrationEvent:  # fmt: skip
+        """Record an event; parties are agent runs (index) or, where there is none, names."""
+        spans = tuple(evidence)
+        agent_id = self.agent_ids.get(agent, "")
+        to_id = self.agent_ids.get(to, "")
+        actor, other = self.name(agent, name), self.name(to, to_name)
+        event = OrchestrationEvent(
+            id=digest("event", kind, actor, agent_id, other, to_id, tool, *spans)[:20],
+            type=kind,
+            agent=actor,
+            t_ns=max(t_ns, 0),
+            confidence=confidence,
+            rule=rule,
+            evidence=spans,
+            agent_id=agent_id,
+            to=other,
+            to_id=to_id,
+            tool=tool,
+            call_id=self.calls.id(call) if call >= 0 else "",
+            **more,  # type: ignore[arg-type]
+        )
+        self.events.append(event)
+        if call >= 0:
+            self.call_of_event[event.id] = call
+        if operation >= 0:
+            self.operation_of_event[event.id] = operation
+        return event
+
+    def agents(self) -> tuple[Agent, ...]:
+        """Agent instances by start and id."""
+        listed = []
+        for i in self.runs:
+            op = self.tree.ops[i]
+            into = self.found.into.get(i)
+            name = agent_name(op)
+            listed.append(
+                Agent(
+                    id=self.agent_ids[i],
+                    name=name,
+                    role=name.lower(),
+                    parent_id=self.agent_ids.get(into.source, "") if into else "",
+                    span_id=op.span_id,
+                    started_ns=op.start_ns,
+                    ended_ns=max(op.end_ns, 0),
+                    status="error" if op.status == "error" else "ok",
+                )
+            )
+        return tuple(sorted(listed, key=lambda a: (a.started_ns, a.id)))
+
+
+def infer_events(tree: Tree, calls: Calls, found: Delegations) -> Inference:
+    """All events of an orchestration, sorted by (time, rank, id)."""
+    work = Inference(tree, calls, found)
+    _delegations(work)
+    _aggregates(work)
+    _returns(work)
+    _tools(work)
+    _safety(work)
+    _messages(work)
+    _stops(work)
+    work.events.sort(key=lambda e: (e.t_ns, RANK[e.type], e.id))
+    return work
+
+
+def _span(work: Inference, *indices: int) -> tuple[str, ...]:
+    return tuple(work.tree.ops[i].span_id for i in indices if i >= 0)
+
+
+def _delegations(work: Inference) -> None:
+    """Decisions with their delegations and spawns."""
+    for source, delegations in work.found.by_source.items():
+        decisions: dict[int, list[Delegation]] = defaultdict(list)
+        for d in delegations:
+            if d.delegates:
+                decisions[_deciding_call(work, d)].append(d)
+        for call, taken in decisions.items():
+            _decision(work, source, call, taken)
+            for d in taken:
+                _delegate(work, d, call)
+        for d in delegations:
+            if d.spawns:
+                call = _deciding_call(work, d) if d.delegates else -1
+                op = work.tree.ops[d.target]
+                work.add("spawn", op.start_ns, d.rule, d.confidence, _span(work, d.tool, d.target), agent=source,
+                         name=_named_source(work, d), to=d.target, call=call)  # fmt: skip
+
+
+def _named_source(work: Inference, d: Delegation) -> str:
+    if d.tool < 0:
+        return ""
+    op = work.tree.ops[d.tool]
+    return (op.handover.source if op.handover else "") or op.agent
+
+
+def _deciding_call(work: Inference, d: Delegation) -> int:
+    if d.source < 0:
+        return -1
+    op = work.tree.ops[d.tool] if d.tool >= 0 else work.tree.ops[d.target]
+    return work.calls.asker(d.source, op.tool.call_id if op.tool else "", op.start_ns)
+
+
+def _decision(work: Inference, source: int, call: int, taken: list[Delegation]) -> None:
+    """One decision for the turn; without model spans one for delegations that overlap."""
+    entry = source not in work.found.into
+    counted = [d for d in taken if entry or d.mode != "pass_control"]
+    if not counted or (source < 0 and not _named_source(work, counted[0])):
+        return
+    name = _named_source(work, counted[0])
+    if call >= 0:
+        work.add("orchestrator_decision", work.calls.end(call), "call_delegates",
+                 min(d.confidence for d in counted), work.calls.span_ids(call), agent=source, name=name,
+                 call=call)  # fmt: skip
+        return
+    wave: list[Delegation] = []
+    back = 0
+    for d in [*sorted(counted, key=lambda d: d.begins(work.tree)), None]:
+        if d is not None and (not wave or d.begins(work.tree) < back):
+            back = min(back, d.returned(work.tree)) if wave else d.returned(work.tree)
+            wave.append(d)
+            continue
+        if wave:
+            first = wave[0].begins(work.tree)
+            work.add("orchestrator_decision", first, "delegations_without_calls", 0.7,
+                     _span(work, *(w.tool if w.tool >= 0 else w.target for w in wave)), agent=source,
+                     name=name)  # fmt: skip
+        if d is not None:
+            wave, back = [d], d.returned(work.tree)
+
+
+def _delegate(work: Inference, d: Delegation, call: int) -> None:
+    begins = work.tree.ops[d.target].start_ns if d.spawns else d.begins(work.tree)
+    work.add("delegate", begins, d.rule, d.confidence, _span(work, d.tool, d.target if d.spawns else -1),
+             agent=d.source, name=_named_source(work, d), to=d.target, call=call, operation=d.tool,
+             mode=d.mode)  # fmt: skip
+
+
+def _aggregates(work: Inference) -> None:
+    """The turn that first saw two or more results; each wave of results that came back together has its own."""
+    for source, delegations in work.found.by_source.items():
+        results = [d for d in delegations if d.delegates and d.spawns and d.mode != "pass_control" and d.returned(work.tree)]
+        if source < 0 or len(results) < 2:
+            continue
+        seen: dict[int, list[Delegation]] = defaultdict(list)
+        for d in results:
+            seen[work.calls.after(source, d.returned(work.tree))].append(d)
+        unseen = seen.pop(-1, [])
+        waves = {call: ds for call, ds in seen.items() if len(ds) > 1}
+        if not waves and seen and not unseen:
+            last = max(seen)
+            waves = {last: results}
+        for call, ds in waves.items():
+            evidence = (*work.calls.span_ids(call), *sorted(_span(work, *(d.target for d in ds))))
+            work.add("aggregate", work.calls.start(call), "call_sees_results", min(d.confidence for d in ds), evidence,
+                     agent=source, call=call)  # fmt: skip
+        if work.calls.last(source) < 0:
+            work.add("aggregate", max(d.returned(work.tree) for d in results), "results_without_calls", 0.5,
+                     sorted(_span(work, *(d.target for d in results))), agent=source)  # fmt: skip
+
+
+def _receiver(work: Inference, d: Delegation) -> tuple[int, str]:
+    """Who gets the result of ``d``: where control was passed on, whoever waits for the source."""
+    steps = 0
+    while d.mode == "pass_control" and steps <= len(work.found.all):
+        into = work.found.into.get(d.source)
+        if into is None:
+            return -1, USER
+        d, steps = into, steps + 1
+    return (-1, _named_source(work, d) or USER) if d.source < 0 else (d.source, "")
+
+
+def _returns(work: Inference) -> None:
+    passed_on = {d.source for d in work.found.all if d.mode == "pass_control"}
+    for target, d in work.found.into.items():
+        op = work.tree.ops[target]
+        if op.end_ns <= 0:
+            continue
+        status = "error" if op.status == "error" else "ok"
+        if target not in passed_on:
+            to, to_name = _receiver(work, d)
+            work.add("return", op.end_ns, d.rule, d.confidence, _span(work, target), agent=target, to=to,
+                     to_name=to_name, status=status, operation=d.tool)  # fmt: skip
+        work.add("despawn", op.end_ns, "end_of_run", d.confidence, _span(work, target), agent=target)
+
+
+def _tools(work: Inference) -> None:
+    tree = work.tree
+    for i, op in enumerate(tree.ops):
+        if op.kind != "tool_call" or op.tool is None or op.tool.role or i in work.found.tools:
+            continue
+        outer = tree.parent[i]
+        if outer >= 0 and _repeats(tree.ops[outer], op):
+            continue
+        agent = work.agent_of(i)
+        call = work.calls.asker(agent, op.tool.call_id, op.start_ns) if agent >= 0 else -1
+        work.add("tool_call", op.start_ns, "tool_span", 1.0, _span(work, i), agent=agent, name=op.agent,
+                 tool=op.tool.tool, call=call, operation=i)  # fmt: skip
+        if op.end_ns > 0:
+            status = "error" if op.status == "error" else "ok"
+            work.add("tool_result", op.end_ns, "tool_span", 1.0, _span(work, i), agent=agent, name=op.agent,
+                     tool=op.tool.tool, call=call, operation=i, status=status)  # fmt: skip
+
+
+def _repeats(outer: Operation, inner: Operation) -> bool:
+    """Whether two nested tool spans are two instrumentations' views of one execution."""
+    if outer.tool is None or inner.tool is None or outer.layer == inner.layer or outer.tool.role == "ghost":
+        return False
+    if outer.tool.call_id and outer.tool.call_id == inner.tool.call_id:
+        return True
+    return outer.tool.tool == inner.tool.tool
+
+
+def _safety(work: Inference) -> None:
+    for i, op in enumerate(work.tree.ops):
+        if op.kind == "guardrail":
+            work.add("safety_event", op.start_ns, "guardrail_span", 1.0 if op.triggered is not None else 0.6,
+                     _span(work, i), agent=work.agent_of(i), name=op.agent, triggered=bool(op.triggered),
+                     operation=i)  # fmt: skip
+    for call, group in enumerate(work.calls.groups):
+        facts = [f for i in group if (f := work.tree.ops[i].call) is not None]
+        if any("content_filter" in f.finish_reasons for f in facts):
+            work.add("safety_event", work.calls.end(call), "content_filter", 0.9, work.calls.span_ids(call),
+                     agent=work.calls.agent[call], triggered=True, call=call)  # fmt: skip
+
+
+def _messages(work: Inference) -> None:
+    """Links from a message's consumer to its producer, between different agents that do not delegate to each other."""
+    tree = work.tree
+    linked = [i for i, op in enumerate(tree.ops) if op.links and op.kind == "message"]
+    if not linked:
+        return
+    where = {(op.trace_id, op.span_id): i for i, op in enumerate(tree.ops)}
+    pairs = {(d.source, d.target) for d in work.found.all}
+    for i in linked:
+        receiver = work.agent_of(i)
+        for link in tree.ops[i].links:
+            producer = where.get(link, -1)
+            sender = work.agent_of(producer) if producer >= 0 else -1
+            if sender < 0 or receiver < 0 or sender == receiver:
+                continue
+            if (sender, receiver) not in pairs and (receiver, sender) not in pairs:
+                work.add("message", tree.ops[i].start_ns, "link_between_agents", 0.9, _span(work, producer, i),
+                         agent=sender, to=receiver)  # fmt: skip
+
+
+def _stops(work: Inference) -> None:
+    """The end of each run that nobody delegated; runs in one workflow stop once, with it."""
+    done: set[int] = set()
+    for i in work.runs:
+        op = work.tree.ops[i]
+        if i in work.found.into:
+            continue
+        flow = work.tree.workflow[i]
+        if flow >= 0:
+            if flow in done:
+                continue
+            done.add(flow)
+            op = work.tree.ops[flow]
+        if op.end_ns <= 0:
+            continue
+        work.add("stop", op.end_ns, "end_of_entry_run", 1.0, (op.span_id,), agent=i, call=work.calls.last(i),
+                 status="error" if op.status == "error" else "ok")  # fmt: skip

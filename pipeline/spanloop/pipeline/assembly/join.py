@@ -1,0 +1,261 @@
+"""Which traces are one orchestration: incremental union over evidence that two operations give together.
+
+Evidence: a span link into another trace; the gateway's span and a framework's span of one response id; inside one conversation,
+a root run whose task is an argument of a tool call of another trace that contains it in time. A conversation id alone joins
+nothing: a conversation has many runs. Two framework spans with one response id in different traces join nothing either: scripted
+models repeat their ids.
+
+Invariants: the partition and every buffer depend on the set of operations ever added, never on order or repetition
+(up to MAX_SPANS); each piece of evidence is looked at from both of its ends, so whichever comes last joins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from spanloop.pipeline.assembly.delegations import lost_in
+from spanloop.pipeline.dialects.operation import Operation, decode_operation
+from spanloop.schemas.canonical import digest
+from spanloop.schemas.ids import orchestration_id
+
+__all__ = ["MAX_SPANS", "Component", "Emitted", "Joiner", "TraceBuffer"]
+
+MAX_SPANS = 50_000
+"""Spans of one orchestration; further ones are counted (flag ``truncated_spans``) and not kept."""
+_MAX_EVIDENCE = 64
+"""Operations remembered for one piece of evidence; a response id or a text that stands in more is no evidence."""
+RELEVANT = frozenset({"agent_run", "model_call", "tool_call", "handover", "guardrail", "workflow", "message"})
+"""Kinds that make an orchestration; traces of anything else are none."""
+
+
+class Emitted(msgspec.Struct):
+    """What was last published under one orchestration id."""
+
+    revision: int
+    content_hash: str
+    complete: bool
+    merged_into: str = ""
+
+
+class TraceBuffer:
+    """The spans of one trace as encoded operations: the winner of each span id, and what is open."""
+
+    def __init__(self) -> None:
+        self.spans: dict[str, bytes] = {}
+        self.losers: dict[str, set[str]] = {}
+        """Digests of versions that lost, by span id."""
+        self.conflicts: set[str] = set()
+        """Span ids with two different finished versions."""
+        self.missing: set[str] = set()
+        """Parents that have not arrived."""
+        self.unfinished: set[str] = set()
+        self.rooted = False
+        """A finished root that is not the gateway's."""
+        self.relevant = False
+        self.chunks = 0
+        """State entries written for this trace."""
+        self.fresh: list[bytes] = []
+        """Versions that are not in the state yet."""
+        self.keys: list[str] = []
+        """Evidence keys under which this trace is indexed."""
+
+    def add(self, operation: Operation, encoded: bytes) -> bool:
+        """Take a version of a span; False when it changes nothing. Of several versions the finished one with the later
+        end counts, then the larger bytes."""
+        span_id = operation.span_id
+        old = self.spans.get(span_id)
+        if old == encoded:
+            return False
+        if old is None:
+            self._take(operation, encoded)
+            return True
+        before = decode_operation(old)
+        wins = (operation.end_ns, encoded) > (before.end_ns, old)
+        loser = digest(old if wins else encoded)[:16]
+        known = self.losers.setdefault(span_id, set())
+        if not wins and loser in known:
+            return False
+        known.add(loser)
+        if min(operation.end_ns, before.end_ns) > 0:
+            self.conflicts.add(span_id)
+        self.fresh.append(encoded)
+        if wins:
+            self.spans[span_id] = encoded
+            self._recount()
+        return True
+
+    def _take(self, operation: Operation, encoded: bytes) -> None:
+        self.spans[operation.span_id] = encoded
+        self.fresh.append(encoded)
+        self._count(operation)
+        self.missing.discard(operation.span_id)
+
+    def _count(self, operation: Operation) -> None:
+        if operation.parent_id:
+            if operation.parent_id not in self.spans:
+                self.missing.add(operation.parent_id)
+        elif operation.end_ns > 0 and (operation.call is None or operation.call.gateway is None):
+            self.rooted = True
+        if operation.end_ns <= 0:
+            self.unfinished.add(operation.span_id)
+        if operation.kind in RELEVANT:
+            self.relevant = True
+
+    def _recount(self) -> None:
+        self.missing, self.unfinished, self.rooted, self.relevant = set(), set(), False, False
+        for encoded in self.spans.values():
+            self._count(decode_operation(encoded))
+
+
+class Component:
+    """Traces that are one orchestration, with what was published of them."""
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant
+        self.traces: dict[str, TraceBuffer] = {}
+        self.linked: set[str] = set()
+        """Traces that links name and that have no spans yet."""
+        self.emitted: dict[str, Emitted] = {}
+        self.deadline_ns = 0
+        self.closed = False
+        self.overflow = 0
+        self.meta_key = ""
+        """State entry under which this component was last written."""
+
+    @property
+    def first_trace(self) -> str:
+        """Smallest trace id with spans."""
+        return min(self.traces)
+
+    @property
+    def orchestration_id(self) -> str:
+        """Id under which the component is published now."""
+        return orchestration_id(self.tenant, self.traces)
+
+    @property
+    def size(self) -> int:
+        """Number of spans."""
+        return sum(len(buffer.spans) for buffer in self.traces.values())
+
+    @property
+    def relevant(self) -> bool:
+        """Whether it is an orchestration at all."""
+        return any(buffer.relevant for buffer in self.traces.values())
+
+    @property
+    def complete(self) -> bool:
+        """A root has ended, no parent is missing and no span is unfinished."""
+        buffers = self.traces.values()
+        return any(b.rooted for b in buffers) and not any(b.missing or b.unfinished for b in buffers)
+
+    def operations(self) -> Iterator[Operation]:
+        """The winners of all spans."""
+        for buffer in self.traces.values():
+            for encoded in buffer.spans.values():
+                yield decode_operation(encoded)
+
+
+class _Seen(msgspec.Struct, frozen=True):
+    """An operation as one end of a piece of evidence."""
+
+    trace_id: str
+    operation: Operation | None
+    side: int
+    """0: gateway's span or tool call; 1: framework's span or run. Only ends of different sides join."""
+
+
+class Joiner:
+    """All components of all tenants."""
+
+    def __init__(self) -> None:
+        self.of_trace: dict[tuple[str, str], Component] = {}
+        self._evidence: dict[str, list[_Seen]] = {}
+        self.absorbed: list[Component] = []
+        """Components that were merged into others since the caller last emptied this list."""
+
+    def components(self) -> list[Component]:
+        """Components with spans, by tenant and first trace."""
+        found = {id(c): c for c in self.of_trace.values() if c.traces}
+        return sorted(found.values(), key=lambda c: (c.tenant, c.first_trace))
+
+    def add(self, tenant: str, operation: Operation, encoded: bytes) -> Component | None:
+        """Add an operation; the component that it changed, or None."""
+        key = (tenant, operation.trace_id)
+        component = self.of_trace.get(key)
+        if component is None:
+            component = self.of_trace[key] = Component(tenant)
+        buffer = component.traces.get(operation.trace_id)
+        if buffer is None:
+            buffer = component.traces[operation.trace_id] = TraceBuffer()
+            component.linked.discard(operation.trace_id)
+        if operation.span_id not in buffer.spans and component.size >= MAX_SPANS:
+            component.overflow += 1
+            return component
+        if not buffer.add(operation, encoded):
+            return None
+        for other in self._joined_with(tenant, operation, buffer):
+            component = self._union(tenant, component, other)
+        return component
+
+    def forget(self, component: Component) -> None:
+        """Drop a component and its evidence."""
+        for trace_id, buffer in component.traces.items():
+            del self.of_trace[(component.tenant, trace_id)]
+            for key in buffer.keys:
+                left = [seen for seen in self._evidence.get(key, ()) if seen.trace_id != trace_id]
+                if left:
+                    self._evidence[key] = left
+                else:
+                    self._evidence.pop(key, None)
+        for trace_id in component.linked:
+            self.of_trace.pop((component.tenant, trace_id), None)
+
+    def _joined_with(self, tenant: str, operation: Operation, buffer: TraceBuffer) -> set[str]:
+        """Trace ids that ``operation`` joins to its own."""
+        others = {trace_id for trace_id, _ in operation.links if trace_id != operation.trace_id}
+        call = operation.call
+        if call is not None and call.response_id:
+            side = 0 if call.gateway is not None else 1
+            self._match(others, buffer, f"r/{tenant}/{call.response_id}", _Seen(operation.trace_id, None, side))
+        if operation.conversation:
+            if operation.tool is not None:
+                for text in operation.tool.argument_hashes:
+                    key = f"t/{tenant}/{operation.conversation}/{text}"
+                    self._match(others, buffer, key, _Seen(operation.trace_id, operation, 0))
+            elif operation.run is not None and operation.run.task_hash and not operation.parent_id:
+                key = f"t/{tenant}/{operation.conversation}/{operation.run.task_hash}"
+                self._match(others, buffer, key, _Seen(operation.trace_id, operation, 1))
+        return others
+
+    def _match(self, others: set[str], buffer: TraceBuffer, key: str, new: _Seen) -> None:
+        known = self._evidence.setdefault(key, [])
+        for seen in known:
+            if seen.side == new.side or seen.trace_id == new.trace_id:
+                continue
+            tool, run = (seen, new) if seen.side == 0 else (new, seen)
+            if tool.operation is None or run.operation is None or lost_in(tool.operation, run.operation):
+                others.add(seen.trace_id)
+        if len(known) < _MAX_EVIDENCE and new not in known:
+            known.append(new)
+            buffer.keys.append(key)
+
+    def _union(self, tenant: str, one: Component, trace_id: str) -> Component:
+        two = self.of_trace.get((tenant, trace_id))
+        if two is one:
+            return one
+        if two is None:
+            one.linked.add(trace_id)
+            self.of_trace[(tenant, trace_id)] = one
+            return one
+        if len(one.traces) + len(one.linked) < len(two.traces) + len(two.linked):
+            one, two = two, one
+        for moved in (*two.traces, *two.linked):
+            self.of_trace[(tenant, moved)] = one
+        one.traces.update(two.traces)
+        one.linked |= two.linked
+        one.emitted.update(two.emitted)
+        one.overflow += two.overflow
+        self.absorbed.append(two)
+        return one

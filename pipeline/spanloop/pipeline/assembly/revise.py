@@ -1,0 +1,143 @@
+"""From the operations of one component to the content of its next revision, and when that is worth an event.
+
+Content is a pure function of the set of operations. A revision is published when the content changed, or when a
+provisional one turned out to be complete as it was.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from spanloop.pipeline.assembly.calls import collect_calls, model_call, token_usage
+from spanloop.pipeline.assembly.delegations import Delegations, find_delegations
+from spanloop.pipeline.assembly.edges import build_edges
+from spanloop.pipeline.assembly.infer import Inference, infer_events
+from spanloop.pipeline.assembly.join import Component, Emitted
+from spanloop.pipeline.assembly.tree import Tree, build_tree
+from spanloop.schemas.canonical import content_hash
+from spanloop.schemas.events import OrchestrationRevised
+from spanloop.schemas.orchestration import ModelCall, OrchestrationContent
+
+__all__ = ["build_content", "merged_events", "next_revision"]
+
+
+def build_content(component: Component) -> OrchestrationContent:
+    """The orchestration that the component's operations tell."""
+    tree = build_tree(component.operations())
+    calls = collect_calls(tree)
+    found = find_delegations(tree, calls)
+    work = infer_events(tree, calls, found)
+    model_calls = _model_calls(work, found)
+    tokens, rolled_up = token_usage(model_calls, tree)
+    flags = _flags(component, tree)
+    if rolled_up:
+        flags["usage_from_rollup"] = 0
+    return OrchestrationContent(
+        orchestration_id=component.orchestration_id,
+        tenant=component.tenant,
+        trace_ids=tuple(sorted(component.traces)),
+        events=tuple(work.events),
+        edges=build_edges(work),
+        agents=work.agents(),
+        calls=model_calls,
+        tokens=tokens,
+        started_ns=min(op.start_ns for op in tree.ops),
+        ended_ns=max(max(op.start_ns, op.end_ns) for op in tree.ops),
+        flags=tuple(sorted(f"{name}:{count}" if count else name for name, count in flags.items())),
+    )
+
+
+def _model_calls(work: Inference, found: Delegations) -> tuple[ModelCall, ...]:
+    tree, calls = work.tree, work.calls
+    became: dict[int, dict[str, str]] = {}
+    for i, op in enumerate(tree.ops):
+        if op.tool is not None and op.tool.call_id:
+            status = op.tool.role if op.tool.role in ("rejected", "deferred") else op.status or "ok"
+            became.setdefault(work.agent_of(i), {}).setdefault(op.tool.call_id, status)
+    only = _only_root_run(tree, found)
+    listed = []
+    for call in range(len(calls.groups)):
+        agent = calls.agent[call]
+        while agent in found.same_run:
+            agent = found.same_run[agent]
+        if agent < 0 and tree.parent[calls.groups[call][0]] < 0 and calls.groups[call][0] in tree.missing:
+            agent = only
+        listed.append(model_call(calls, call, work.agent_ids.get(agent, ""), became.get(agent, {})))
+    return tuple(sorted(listed, key=lambda c: (c.start_ns, c.id)))
+
+
+def _only_root_run(tree: Tree, found: Delegations) -> int:
+    """The one run that nobody delegated, -1 if there is none or more: calls under a missing parent are its."""
+    roots = [i for i in tree.agent_ops() if i not in found.into and i not in found.same_run]
+    return roots[0] if len(roots) == 1 else -1
+
+
+def _flags(component: Component, tree: Tree) -> Counter[str]:
+    flags: Counter[str] = Counter()
+    flags["orphan_spans"] = len(tree.missing)
+    flags["cycle"] = tree.cycles
+    flags["truncated_spans"] = component.overflow
+    flags["conflicting_spans"] = sum(len(b.conflicts) for b in component.traces.values())
+    links = responses = 0
+    traces = component.traces
+    gateway: dict[str, str] = {}
+    for op in tree.ops:
+        for flag in op.flags:
+            flags[flag] += 1
+        if op.end_ns <= 0:
+            flags["unfinished_spans"] += 1
+        elif op.end_ns < op.start_ns:
+            flags["negative_durations"] += 1
+        links += any(t != op.trace_id and t in traces for t, _ in op.links)
+        if op.call is not None and op.call.gateway is not None:
+            gateway[op.call.response_id] = op.trace_id
+    if gateway:
+        responses = sum(
+            op.call is not None and gateway.get(op.call.response_id, op.trace_id) != op.trace_id for op in tree.ops
+        )
+    flags["joined_by_link"], flags["joined_by_response_id"] = links, responses
+    flags = +flags
+    if not any(b.rooted for b in component.traces.values()):
+        flags["missing_root"] = 0
+    return flags
+
+
+def next_revision(component: Component) -> OrchestrationRevised | None:
+    """The next revision of a component that is due, None when there is nothing new to say; notes it as published."""
+    if not component.relevant:
+        return None
+    content = build_content(component)
+    new_hash = content_hash(content)
+    complete = component.complete
+    last = component.emitted.get(content.orchestration_id)
+    if last is not None and last.content_hash == new_hash and (last.complete or not complete):
+        return None
+    revision = last.revision + 1 if last else 1
+    component.emitted[content.orchestration_id] = Emitted(revision, new_hash, complete)
+    return OrchestrationRevised(
+        tenant=component.tenant,
+        orchestration_id=content.orchestration_id,
+        revision=revision,
+        complete=complete,
+        content_hash=new_hash,
+        content=content,
+    )
+
+
+def merged_events(component: Component) -> list[OrchestrationRevised]:
+    """A last revision for each published id that the component no longer goes by; notes them as published."""
+    if not component.emitted:
+        return []
+    current = component.orchestration_id
+    events = []
+    for lost, last in sorted(component.emitted.items()):
+        if lost != current and not last.merged_into:
+            last.revision += 1
+            last.merged_into = current
+            events.append(
+                OrchestrationRevised(
+                    tenant=component.tenant, orchestration_id=lost, revision=last.revision, complete=last.complete,
+                    merged_into=current,
+                )
+            )  # fmt: skip
+    return events

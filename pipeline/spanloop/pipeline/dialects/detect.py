@@ -1,0 +1,47 @@
+"""The registry of dialects: the first that recognises a span reads it.
+
+Order matters where one dialect extends another: the special one stands first. What nobody recognises becomes an
+operation of kind ``unknown``: it keeps its place in the tree and says nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from spanloop.pipeline.dialects import gateway, genai, pydantic_ai
+from spanloop.pipeline.dialects.fields import base_fields
+from spanloop.pipeline.dialects.operation import Operation
+from spanloop.schemas.spans import Span
+
+__all__ = ["DIALECTS", "TRUSTED_SOURCES", "Dialect", "operation_of"]
+
+
+class Dialect(Protocol):
+    """A module of this folder."""
+
+    NAME: str
+
+    def matches(self, span: Span) -> bool:
+        """Whether the span is written in this dialect; cheap, never raises."""
+        ...
+
+    def read(self, span: Span) -> Operation:
+        """The span as an operation. Never raises for a span's content: what cannot be read becomes a flag."""
+        ...
+
+
+DIALECTS: tuple[Dialect, ...] = (pydantic_ai, genai)
+"""Dialects that anybody may speak, in order."""
+TRUSTED_SOURCES = frozenset({"gateway", "import"})
+"""Sources whose gateway spans are believed. An agent that sends spans under the gateway's name over OTLP is read as plain
+GenAI: it cannot claim which policy version answered, or with which tokens."""
+
+
+def operation_of(span: Span, source: str = "otlp") -> Operation:
+    """The operation of a span that arrived from ``source`` (SpansReceived.source)."""
+    if source in TRUSTED_SOURCES and gateway.matches(span):
+        return gateway.read(span)
+    for dialect in DIALECTS:
+        if dialect.matches(span):
+            return dialect.read(span)
+    return Operation(**base_fields(span), kind="unknown")

@@ -1,0 +1,173 @@
+"""Reading attribute values of unknown type: what more than one dialect needs.
+
+Every function is total: a value of the wrong type is absent, never an exception.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from spanloop.pipeline.dialects.operation import Asked, text_hash
+from spanloop.schemas.spans import Span
+
+__all__ = [
+    "answered_calls",
+    "argument_hashes",
+    "asked_calls",
+    "base_fields",
+    "first",
+    "first_user_hash",
+    "integer",
+    "messages",
+    "text",
+    "texts",
+]
+
+_decode = msgspec.json.Decoder().decode
+_CALL_PARTS = frozenset({"tool_call", "tool-call", "function_call"})
+_RESULT_PARTS = frozenset({"tool_call_response", "tool-return", "tool_result"})
+_ARGUMENT_TEXTS = 16
+"""Texts of one tool call's arguments that are hashed; more are no evidence of a delegation."""
+_LINKS = 128
+
+
+def text(value: Any) -> str:
+    """A text as it is, a number as text, anything else empty."""
+    if isinstance(value, str):
+        return value
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else ""
+
+
+def integer(value: Any) -> int | None:
+    """A count, also one written as text or float; None where it is none. Unknown is not zero."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return value if value >= 0 else None
+    if isinstance(value, float):
+        return int(value) if value >= 0 and value.is_integer() else None
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 16:
+        return int(value)
+    return None
+
+
+def first(attributes: dict[str, Any], *keys: str) -> Any:
+    """Value of the first of ``keys`` that is there and not None."""
+    for key in keys:
+        value = attributes.get(key)
+        if value is not None:
+            return value
+    return None
+
+
+def texts(value: Any) -> tuple[str, ...]:
+    """A list of texts, also one written as JSON text or as a single text."""
+    if isinstance(value, str):
+        if value.startswith("["):
+            value, _ = messages(value)
+        else:
+            return (value,) if value else ()
+    if not isinstance(value, list | tuple):
+        return ()
+    return tuple(item for item in value if isinstance(item, str))
+
+
+def messages(value: Any) -> tuple[Any, bool]:
+    """(value as lists and dicts, whether it could be read). JSON text is decoded; absent reads as empty."""
+    if isinstance(value, str):
+        if not value or value[0] not in "[{":
+            return [], not value
+        try:
+            return _decode(value), True
+        except (msgspec.DecodeError, RecursionError):
+            return [], False
+    if value is None:
+        return [], True
+    return (value, True) if isinstance(value, list | dict) else ([], False)
+
+
+def _parts(conversation: Any) -> list[tuple[str, dict[str, Any]]]:
+    """(role, part) of all messages; a message without parts is its own part."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    for message in conversation if isinstance(conversation, list) else [conversation]:
+        if not isinstance(message, dict):
+            continue
+        role = text(message.get("role"))
+        parts = message.get("parts")
+        for part in parts if isinstance(parts, list) else [message]:
+            if isinstance(part, dict):
+                found.append((role, part))
+    return found
+
+
+def asked_calls(conversation: Any) -> tuple[Asked, ...]:
+    """Tool calls that the messages of a model's answer ask for, in order."""
+    found = []
+    for _, part in _parts(conversation):
+        if part.get("type") in _CALL_PARTS:
+            found.append(Asked(text(part.get("id")) or text(part.get("tool_call_id")), text(part.get("name"))))
+        calls = part.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            if isinstance(call, dict):
+                function = call.get("function")
+                name = function.get("name") if isinstance(function, dict) else call.get("name")
+                found.append(Asked(text(call.get("id")), text(name)))
+    return tuple(found)
+
+
+def answered_calls(conversation: Any) -> tuple[str, ...]:
+    """Ids of the tool calls whose results stand in the messages, sorted."""
+    found = set()
+    for role, part in _parts(conversation):
+        if part.get("type") in _RESULT_PARTS:
+            found.add(text(part.get("id")) or text(part.get("tool_call_id")))
+        elif role == "tool" and "tool_call_id" in part:
+            found.add(text(part["tool_call_id"]))
+    found.discard("")
+    return tuple(sorted(found))
+
+
+def first_user_hash(conversation: Any) -> str:
+    """``text_hash`` of the first user message's text."""
+    for role, part in _parts(conversation):
+        if role == "user" and part.get("type", "text") == "text":
+            return text_hash(part.get("content"))
+    return ""
+
+
+def argument_hashes(arguments: Any) -> tuple[str, ...]:
+    """``text_hash`` of the texts among a tool call's arguments (one level deep), sorted."""
+    value, _ = messages(arguments)
+    candidates = list(value.values()) if isinstance(value, dict) else [arguments]
+    return tuple(sorted({text_hash(item) for item in candidates[:_ARGUMENT_TEXTS]} - {""}))
+
+
+def base_fields(span: Span) -> dict[str, Any]:
+    """The fields of an operation that no dialect changes."""
+    flags = []
+    if span.dropped_attributes or any(
+        isinstance(flag, str) and flag.startswith(("cut", "truncated"))
+        for flag in _as_list(span.attributes.get("spanloop.flags"))
+    ):
+        flags.append("truncated_attributes")
+    fields: dict[str, Any] = {
+        "trace_id": span.trace_id,
+        "span_id": span.span_id,
+        "parent_id": span.parent_span_id or "",
+        "start_ns": span.start_ns,
+        "end_ns": span.end_ns,
+        "name": span.name,
+        "layer": span.scope,
+        "flags": tuple(flags),
+    }
+    if span.status == "error":
+        fields["status"] = "error"
+    if span.links:
+        fields["links"] = tuple(sorted({(link.trace_id, link.span_id) for link in span.links})[:_LINKS])
+    return fields
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

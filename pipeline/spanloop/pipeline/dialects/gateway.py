@@ -1,0 +1,103 @@
+"""The spans that our own gateway records, one a model call, with what no instrumentation keeps.
+
+The same call usually has a span of the agent's framework as well; assembly joins the two by the response id.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from spanloop.pipeline.dialects import genai
+from spanloop.pipeline.dialects.fields import text
+from spanloop.pipeline.dialects.operation import GatewayFacts, Operation
+from spanloop.schemas.spans import Span
+
+__all__ = ["NAME", "SCOPE", "matches", "read"]
+
+NAME = "gateway"
+SCOPE = "spanloop.gateway"
+
+_SAMPLING = ("frequency_penalty", "max_tokens", "presence_penalty", "seed", "temperature", "top_k", "top_p")
+
+
+def matches(span: Span) -> bool:
+    """The gateway's scope."""
+    return span.scope == SCOPE
+
+
+def read(span: Span) -> Operation:
+    """A model call with the gateway's facts. Arrays that do not fit together are dropped and flagged."""
+    operation = genai.read(span)
+    if operation.kind != "model_call" or operation.call is None:
+        return operation
+    attributes = span.attributes
+    prompt = _ints(attributes.get("spanloop.prompt_token_ids"))
+    response = _ints(attributes.get("spanloop.response_token_ids"))
+    logprobs = _floats(attributes.get("spanloop.response_logprobs"))
+    menus = _menus(attributes.get("spanloop.menus"))
+    flags = operation.flags
+    if len(logprobs) != len(response):
+        flags, prompt, response, logprobs, menus = (*flags, "token_arrays_differ"), (), (), (), ()
+    elif menus and len(menus) != len(response):
+        flags, menus = (*flags, "token_arrays_differ"), ()
+    sampling = {
+        name: attributes[f"gen_ai.request.{name}"]
+        for name in _SAMPLING
+        if isinstance(attributes.get(f"gen_ai.request.{name}"), int | float)
+    }
+    facts = GatewayFacts(
+        policy_version=text(attributes.get("spanloop.policy.version")),
+        route=text(attributes.get("spanloop.policy.route")),
+        harness=text(attributes.get("spanloop.harness")),
+        task_key=text(attributes.get("spanloop.task.key")),
+        sampling=sampling,
+        prompt_token_ids=prompt,
+        response_token_ids=response,
+        logprobs=logprobs,
+        menus=menus,
+    )
+    return msgspec.structs.replace(
+        operation, flags=flags, call=msgspec.structs.replace(operation.call, gateway=facts)
+    )
+
+
+def _ints(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
+        return ()
+    return tuple(value)
+
+
+def _floats(value: Any) -> tuple[float, ...]:
+    if not isinstance(value, list | tuple):
+        return ()
+    if not all(isinstance(item, int | float) and math.isfinite(item) for item in value):
+        return ()
+    return tuple(float(item) for item in value)
+
+
+def _menus(value: Any) -> tuple[tuple[tuple[int, float], ...], ...]:
+    if not isinstance(value, list | tuple):
+        return ()
+    menus = []
+    for menu in value:
+        options = _menu(menu)
+        if options is None:
+            return ()
+        menus.append(options)
+    return tuple(menus)
+
+
+def _menu(value: Any) -> tuple[tuple[int, float], ...] | None:
+    if not isinstance(value, list | tuple):
+        return None
+    options = []
+    for option in value:
+        if not isinstance(option, list | tuple) or len(option) != 2 or type(option[0]) is not int:
+            return None
+        if not isinstance(option[1], int | float) or not math.isfinite(option[1]):
+            return None
+        options.append((option[0], float(option[1])))
+    return tuple(options)

@@ -1,0 +1,211 @@
+"""OpenTelemetry's GenAI semantic conventions, current and deprecated names, as any instrumentation may write them.
+
+Functions here are also the ground on which the dialects that extend GenAI stand.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from spanloop.pipeline.dialects.fields import (
+    answered_calls,
+    argument_hashes,
+    asked_calls,
+    base_fields,
+    first,
+    first_user_hash,
+    integer,
+    messages,
+    text,
+    texts,
+)
+from spanloop.pipeline.dialects.operation import (
+    AgentFacts,
+    Asked,
+    CallFacts,
+    Handover,
+    Operation,
+    ToolFacts,
+)
+from spanloop.schemas.spans import Span
+
+__all__ = ["NAME", "call_facts", "matches", "read", "transfer_of"]
+
+NAME = "genai"
+
+_KIND_OF_OPERATION = {
+    "chat": "model_call",
+    "text_completion": "model_call",
+    "completion": "model_call",
+    "generate_content": "model_call",
+    "execute_tool": "tool_call",
+    "invoke_agent": "agent_run",
+    "create_agent": "build",
+    "invoke_workflow": "workflow",
+    "apply_guardrail": "guardrail",
+    "guardrail_check": "guardrail",
+    "agent_handoff": "handover",
+    "handoff": "handover",
+}
+_MARKS = (
+    "gen_ai.operation.name",
+    "gen_ai.system",
+    "gen_ai.provider.name",
+    "gen_ai.request.model",
+    "gen_ai.tool.name",
+    "gen_ai.agent.name",
+    "llm.request.type",
+)
+_TRANSFER_TOOL = re.compile(r"(?:transfer|handoff|hand_off)_to_(.+)")
+_TRANSFER_NAMED = frozenset({"transfer_to_agent", "handoff_to_agent"})
+_CUT_CALL = re.compile(r'"type":\s*"tool_call",\s*"id":\s*"([^"\\]{1,200})",\s*"name":\s*"([^"\\]{1,200})"')
+"""Tool calls in a JSON text that was cut in the middle."""
+_OLD_CALL = re.compile(r"gen_ai\.completion\.\d+\.tool_calls\.(\d+)\.name")
+
+
+def matches(span: Span) -> bool:
+    """Any of the conventions' leading attributes."""
+    attributes = span.attributes
+    return any(mark in attributes for mark in _MARKS)
+
+
+def read(span: Span) -> Operation:
+    """A span as GenAI names it."""
+    attributes = span.attributes
+    kind = kind_of(span)
+    fields = base_fields(span)
+    fields["kind"] = kind
+    if text(attributes.get("error.type")):
+        fields["status"] = "error"
+    fields["agent"] = text(first(attributes, "gen_ai.agent.name", "agent_name"))
+    fields["run_id"] = text(first(attributes, "gen_ai.agent.call.id"))
+    fields["conversation"] = text(first(attributes, "gen_ai.conversation.id", "session.id"))
+    if kind == "model_call":
+        fields["call"], bad = call_facts(attributes)
+        if bad:
+            fields["flags"] = (*fields["flags"], "unparsed_messages")
+    elif kind == "tool_call":
+        fields["tool"] = _tool_facts(span)
+        fields["handover"] = transfer_of(fields["tool"].tool, attributes)
+    elif kind == "agent_run":
+        fields["run"] = agent_facts(attributes)
+        fields["agent"] = fields["agent"] or _name_after(span.name, "invoke_agent ")
+    elif kind == "workflow":
+        fields["name"] = text(attributes.get("gen_ai.workflow.name")) or span.name
+    elif kind == "guardrail":
+        fields["triggered"] = _triggered(attributes)
+    elif kind == "handover":
+        fields["handover"] = Handover(
+            source=text(attributes.get("gen_ai.handoff.from_agent")),
+            target=text(first(attributes, "gen_ai.handoff.to_agent", "gen_ai.transfer.target.name")),
+            mode=text(attributes.get("gen_ai.transfer.mode")) or "pass_control",
+        )
+    return Operation(**fields)
+
+
+def kind_of(span: Span) -> str:
+    """Kind by operation name; where an old instrumentation writes none, by what it does write."""
+    attributes = span.attributes
+    operation = attributes.get("gen_ai.operation.name")
+    if isinstance(operation, str) and operation:
+        return _KIND_OF_OPERATION.get(operation, "unknown")
+    if attributes.get("llm.request.type") in ("chat", "completion"):
+        return "model_call"
+    if "gen_ai.tool.name" in attributes:
+        return "tool_call"
+    if span.name.startswith("invoke_agent "):
+        return "agent_run"
+    if "gen_ai.request.model" in attributes or "gen_ai.usage.input_tokens" in attributes:
+        return "model_call"
+    return "unknown"
+
+
+def usage(attributes: dict[str, Any], *prefixes: str) -> tuple[int | None, int | None]:
+    """(input, output) tokens; the pair 0, 0 is what a default writes where nothing was counted: unknown."""
+    tokens_in = tokens_out = None
+    for prefix in prefixes:
+        if tokens_in is None:
+            tokens_in = integer(first(attributes, prefix + ".input_tokens", prefix + ".prompt_tokens"))
+        if tokens_out is None:
+            tokens_out = integer(first(attributes, prefix + ".output_tokens", prefix + ".completion_tokens"))
+    return (None, None) if not tokens_in and not tokens_out else (tokens_in, tokens_out)
+
+
+def call_facts(attributes: dict[str, Any]) -> tuple[CallFacts, bool]:
+    """A model call's facts, and whether some message could not be read."""
+    output, output_ok = messages(attributes.get("gen_ai.output.messages"))
+    asked = asked_calls(output)
+    if not output_ok and isinstance(attributes.get("gen_ai.output.messages"), str):
+        asked = tuple(Asked(i, n) for i, n in _CUT_CALL.findall(attributes["gen_ai.output.messages"]))
+    elif not output:
+        asked = _old_calls(attributes)
+    history, history_ok = messages(attributes.get("gen_ai.input.messages"))
+    tokens_in, tokens_out = usage(attributes, "gen_ai.usage", "llm.usage")
+    facts = CallFacts(
+        model=text(first(attributes, "gen_ai.response.model", "gen_ai.request.model")),
+        response_id=text(attributes.get("gen_ai.response.id")),
+        input_tokens=tokens_in,
+        output_tokens=tokens_out,
+        finish_reasons=texts(attributes.get("gen_ai.response.finish_reasons")),
+        asked=asked,
+        answered=answered_calls(history),
+    )
+    return facts, not (output_ok and history_ok)
+
+
+def _old_calls(attributes: dict[str, Any]) -> tuple[Asked, ...]:
+    """Tool calls under the deprecated flattened names gen_ai.completion.{i}.tool_calls.{j}."""
+    found = []
+    for key, value in attributes.items():
+        if key.startswith("gen_ai.completion.") and _OLD_CALL.fullmatch(key):
+            found.append((key, Asked(text(attributes.get(key[: -len("name")] + "id")), text(value))))
+    return tuple(asked for _, asked in sorted(found, key=lambda item: item[0]))
+
+
+def _tool_facts(span: Span) -> ToolFacts:
+    attributes = span.attributes
+    name = text(attributes.get("gen_ai.tool.name")) or _name_after(span.name, "execute_tool ") or span.name
+    ghost = name == "(merged tools)" or span.name == "execute_tool (merged)"
+    return ToolFacts(
+        tool=name,
+        call_id=text(attributes.get("gen_ai.tool.call.id")),
+        role="ghost" if ghost else "",
+        argument_hashes=argument_hashes(attributes.get("gen_ai.tool.call.arguments")),
+    )
+
+
+def agent_facts(attributes: dict[str, Any], *task_keys: str) -> AgentFacts:
+    """An agent run's facts; the task stands in the first of ``task_keys`` that has a user message."""
+    task = ""
+    for key in (*task_keys, "gen_ai.input.messages"):
+        if not task and key in attributes:
+            task = first_user_hash(messages(attributes[key])[0])
+    tokens_in, tokens_out = usage(attributes, "gen_ai.aggregated_usage", "gen_ai.usage")
+    return AgentFacts(task_hash=task, input_tokens=tokens_in, output_tokens=tokens_out)
+
+
+def transfer_of(tool: str, attributes: dict[str, Any]) -> Handover | None:
+    """The transfer that a tool call makes: by the conventions' keys, or by a tool named transfer_to_X."""
+    target = text(attributes.get("gen_ai.transfer.target.name"))
+    if target:
+        return Handover(target=target, mode=text(attributes.get("gen_ai.transfer.mode")))
+    if tool in _TRANSFER_NAMED:
+        arguments, _ = messages(attributes.get("gen_ai.tool.call.arguments"))
+        target = text(first(arguments, "agent_name", "agent")) if isinstance(arguments, dict) else ""
+    elif match := _TRANSFER_TOOL.fullmatch(tool):
+        target = match.group(1)
+    return Handover(target=target, mode="pass_control", confidence=0.9, rule="transfer_tool") if target else None
+
+
+def _triggered(attributes: dict[str, Any]) -> bool | None:
+    verdict = first(attributes, "gen_ai.guardrail.triggered", "gen_ai.guardrail.result.type")
+    if isinstance(verdict, bool):
+        return verdict
+    if isinstance(verdict, str):
+        return verdict.lower() in {"true", "block", "blocked", "deny", "denied", "triggered", "fail", "failed"}
+    return None
+
+
+def _name_after(name: str, prefix: str) -> str:
+    return name.removeprefix(prefix) if name.startswith(prefix) else ""

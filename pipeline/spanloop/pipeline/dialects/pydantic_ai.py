@@ -1,0 +1,69 @@
+"""pydantic-ai's own instrumentation, conventions 2 to 6 (pydantic-ai 1 and 2): GenAI with its own names beside.
+
+Read by attributes, not by span names, which changed from version to version (``agent run`` / ``invoke_agent X``,
+``running tool`` / ``execute_tool X``). A hand-over is an output function, a tool span that is named like the output
+tool (``final_result``) and marked only by the message "running output function".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from spanloop.pipeline.dialects import genai
+from spanloop.pipeline.dialects.fields import argument_hashes, text
+from spanloop.pipeline.dialects.operation import Operation, ToolFacts
+from spanloop.schemas.spans import Span
+
+__all__ = ["NAME", "matches", "read"]
+
+NAME = "pydantic_ai"
+
+_OUTPUT_MESSAGE = "running output function"
+_DEFAULT_OUTPUT_TOOL = "final_result"
+
+
+def matches(span: Span) -> bool:
+    """The scope's name; attributes of its own where a pipeline lost the scope."""
+    return span.scope == "pydantic-ai" or (
+        not span.scope and any(key.startswith("pydantic_ai.") for key in span.attributes)
+    )
+
+
+def read(span: Span) -> Operation:
+    """A GenAI operation with pydantic-ai's tool roles and agent tasks."""
+    operation = genai.read(span)
+    if operation.kind == "tool_call":
+        return msgspec.structs.replace(operation, tool=_tool_facts(span, operation.tool))
+    if operation.kind == "agent_run":
+        return msgspec.structs.replace(
+            operation,
+            agent=operation.agent or text(span.attributes.get("agent_name")),
+            run=genai.agent_facts(span.attributes, "pydantic_ai.all_messages", "all_messages_events"),
+        )
+    return operation
+
+
+def _tool_facts(span: Span, facts: ToolFacts | None) -> ToolFacts:
+    attributes = span.attributes
+    name = facts.tool if facts else text(attributes.get("gen_ai.tool.name"))
+    arguments: Any = attributes.get("gen_ai.tool.call.arguments", attributes.get("tool_arguments"))
+    return ToolFacts(
+        tool=name,
+        call_id=facts.call_id if facts else "",
+        role=_role(span, name),
+        argument_hashes=argument_hashes(arguments),
+    )
+
+
+def _role(span: Span, name: str) -> str:
+    attributes = span.attributes
+    if attributes.get("pydantic_ai.tool.failure_stage") == "validation":
+        return "rejected"
+    if "pydantic_ai.tool.deferral.name" in attributes:
+        return "deferred"
+    message = text(attributes.get("logfire.msg"))
+    if message.startswith(_OUTPUT_MESSAGE) or span.name.startswith(_OUTPUT_MESSAGE):
+        return "output"
+    return "output" if name == _DEFAULT_OUTPUT_TOOL or name.startswith(_DEFAULT_OUTPUT_TOOL + "_") else ""
