@@ -1,0 +1,252 @@
+"""Bounds on what comes in: bytes before and after decompression, bytes in flight, spans and the sizes inside them.
+
+Nothing is cut in silence: a text that was shortened is listed in ``spanloop.truncated``, a refused body is answered
+with the limit and its setting.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from spanloop.schemas.canonical import canonical_json
+from spanloop.schemas.errors import SchemaError
+from spanloop.schemas.spans import Span, SpanEvent, SpanLink
+
+__all__ = [
+    "EXEMPT",
+    "MAX_SPAN_BYTES",
+    "TRUNCATED",
+    "BodyTooLargeError",
+    "ByteBudget",
+    "cut_span",
+    "cut_text",
+    "expand",
+    "rough_size",
+]
+
+TRUNCATED = "spanloop.truncated"
+"""Attribute that lists the keys whose values were cut."""
+EXEMPT = frozenset(
+    {
+        "spanloop.prompt_token_ids",
+        "spanloop.response_token_ids",
+        "spanloop.response_logprobs",
+        "spanloop.menus",
+    }
+)
+"""Token arrays of the gateway: half of one is worse than none, and the gateway bounds them itself."""
+MAX_SPAN_BYTES = 512 * 1024
+"""A span whose cut values still sum to more loses the largest of them, so that a record fits any broker."""
+_SMALL = 1024
+_CHUNK = 1 << 20
+_WBITS = {"gzip": 31, "deflate": 15}
+
+
+class BodyTooLargeError(SchemaError):
+    """The body is over a limit (HTTP 413)."""
+
+
+class ByteBudget:
+    """Bytes of request bodies held in memory at once, over all connections."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+
+    def take(self, size: int) -> bool:
+        """Reserve ``size`` bytes; False when that would exceed the limit."""
+        if self.used + size > self.limit:
+            return False
+        self.used += size
+        return True
+
+    def give(self, size: int) -> None:
+        """Release what was taken."""
+        self.used -= size
+
+
+def expand(body: bytes, encoding: str, max_expanded: int) -> bytes:
+    """``body`` decompressed from ``encoding`` (gzip or deflate), never holding more than ``max_expanded`` bytes.
+
+    Raises:
+        BodyTooLargeError: it expands to more.
+        SchemaError: it is not in that encoding, or ends too soon.
+    """
+    parts: list[bytes] = []
+    size = 0
+    left = body
+    wbits = _WBITS[encoding]
+    if encoding == "deflate" and body[:1] and body[0] & 0x0F != 8:
+        wbits = -15  # raw deflate, as some clients send it
+    while left:
+        stream = zlib.decompressobj(wbits)
+        while not stream.eof:
+            try:
+                part = stream.decompress(left, min(_CHUNK, max_expanded - size + 1))
+            except zlib.error as exc:
+                raise SchemaError(
+                    f"the body is not valid {encoding}, as Content-Encoding says: {exc}"
+                ) from exc
+            size += len(part)
+            if size > max_expanded:
+                raise BodyTooLargeError(
+                    f"the body expands to more than {max_expanded} bytes (collector.max_expanded_bytes)"
+                )
+            parts.append(part)
+            left = stream.unconsumed_tail
+            if not part and not left and not stream.eof:
+                raise SchemaError(f"the {encoding} body ends too soon")
+        left = stream.unused_data.lstrip(b"\0") if encoding == "gzip" else b""
+    return b"".join(parts)
+
+
+def cut_text(text: str, max_bytes: int) -> str:
+    """``text`` cut to at most ``max_bytes`` of UTF-8, at a character boundary.
+
+    >>> cut_text("añb", 2)
+    'a'
+    """
+    if 4 * len(text) <= max_bytes:
+        return text
+    raw = text.encode()
+    return text if len(raw) <= max_bytes else raw[:max_bytes].decode(errors="ignore")
+
+
+def cut_span(span: Span, max_bytes: int) -> Span:
+    """``span`` with each value at most ``max_bytes`` and all of it at most MAX_SPAN_BYTES (token arrays exempt).
+    The same object when nothing was cut."""
+    cut: set[str] = set()
+    attributes = _cut_attributes(span.attributes, max_bytes, cut)
+    events = _cut_all(span.events, max_bytes, cut)
+    links = _cut_all(span.links, max_bytes, cut)
+    resource = _cut_attributes(span.resource, max_bytes, cut)
+    name = _cut_label(span.name, "name", max_bytes, cut)
+    message = _cut_label(span.status_message, "status_message", max_bytes, cut)
+    scope = _cut_label(span.scope, "scope", max_bytes, cut)
+    version = _cut_label(span.scope_version, "scope_version", max_bytes, cut)
+    if cut:
+        span = msgspec.structs.replace(
+            span,
+            name=name,
+            status_message=message,
+            scope=scope,
+            scope_version=version,
+            attributes=attributes,
+            events=events,
+            links=links,
+            resource=resource,
+        )
+    if rough_size(span) > MAX_SPAN_BYTES:
+        span = _shrink(span, cut)
+    if not cut:
+        return span
+    return msgspec.structs.replace(span, attributes={**span.attributes, TRUNCATED: sorted(cut)})
+
+
+def _shrink(span: Span, cut: set[str]) -> Span:
+    """Cut the largest attributes to a small rest, then drop events and links from the end."""
+    attributes = dict(span.attributes)
+    sizes = {k: len(canonical_json(v)) for k, v in attributes.items() if k not in EXEMPT}
+    rest = [len(canonical_json(part)) for part in (*span.events, *span.links)]
+    resource = len(canonical_json(span.resource))
+    total = sum(sizes.values()) + sum(len(k) for k in sizes) + sum(rest) + resource
+    for key in sorted(sizes, key=lambda k: (-sizes[k], k)):
+        if total <= MAX_SPAN_BYTES or sizes[key] <= _SMALL:
+            break
+        attributes[key] = _cut_value(attributes[key], _SMALL)
+        total -= sizes[key] - _SMALL
+        cut.add(key)
+    span = msgspec.structs.replace(span, attributes=attributes)
+    if total > MAX_SPAN_BYTES and rest:
+        cut.update(("events", "links"))
+        span = msgspec.structs.replace(span, events=(), links=())
+        total -= sum(rest)
+    if total > MAX_SPAN_BYTES and len(attributes) > _SMALL:
+        kept = sorted(k for k in attributes if k in EXEMPT or k.startswith("gen_ai."))[:_SMALL]
+        span = msgspec.structs.replace(
+            span,
+            attributes={k: attributes[k] for k in kept},
+            dropped_attributes=span.dropped_attributes + len(attributes) - len(kept),
+        )
+        cut.intersection_update(kept)
+        cut.add("attributes")
+    if resource > MAX_SPAN_BYTES // 2:
+        cut.add("resource")
+        span = msgspec.structs.replace(span, resource={})
+    return span
+
+
+def _cut_all(parts: tuple[Any, ...], max_bytes: int, cut: set[str]) -> tuple[Any, ...]:
+    return tuple(_cut_part(part, max_bytes, cut) for part in parts) if parts else parts
+
+
+def _cut_part(part: SpanEvent | SpanLink, max_bytes: int, cut: set[str]) -> SpanEvent | SpanLink:
+    attributes = _cut_attributes(part.attributes, max_bytes, cut)
+    if isinstance(part, SpanEvent):
+        name = _cut_label(part.name, "event name", max_bytes, cut)
+        return SpanEvent(name, part.t_ns, attributes)
+    return SpanLink(part.trace_id, part.span_id, attributes)
+
+
+def _cut_label(text: str, what: str, max_bytes: int, cut: set[str]) -> str:
+    short = cut_text(text, max_bytes)
+    if short is not text and short != text:
+        cut.add(what)
+    return short
+
+
+def _cut_attributes(attributes: dict[str, Any], max_bytes: int, cut: set[str]) -> dict[str, Any]:
+    """The same dict when nothing is too long."""
+    changed: dict[str, Any] = {}
+    long_keys = False
+    for key, value in attributes.items():
+        kind = type(value)
+        if kind is str:
+            short = value if 4 * len(value) <= max_bytes else cut_text(value, max_bytes)
+        elif (kind is list or kind is dict) and key not in EXEMPT and len(canonical_json(value)) > max_bytes:
+            short = _cut_value(value, max_bytes)
+        else:
+            short = value
+        if short is not value and short != value:
+            changed[key] = short
+            cut.add(cut_text(key, 256))
+        long_keys = long_keys or len(key) > 1024
+    if long_keys:
+        cut.add("keys")
+        merged = {**attributes, **changed}
+        return {cut_text(key, 1024): value for key, value in merged.items()}
+    return {**attributes, **changed} if changed else attributes
+
+
+def _cut_value(value: Any, max_bytes: int) -> Any:
+    """A text stays a text; a list or map that is too long becomes the beginning of its JSON."""
+    if isinstance(value, str):
+        return cut_text(value, max_bytes)
+    if isinstance(value, dict) and set(value) == {"$bytes"} and isinstance(value["$bytes"], str):
+        return {"$bytes": value["$bytes"][: (max_bytes - 16) // 4 * 4]}
+    return canonical_json(value)[:max_bytes].decode(errors="ignore")
+
+
+def rough_size(span: Span) -> int:
+    """Characters of all texts, cheap; lists count as long as they could be only when there are any."""
+    return (
+        _sizes(span.attributes.items())
+        + sum(_sizes(part.attributes.items()) for part in (*span.events, *span.links))
+        + _sizes(span.resource.items())
+    )
+
+
+def _sizes(items: Iterable[tuple[str, Any]]) -> int:
+    total = 0
+    for key, value in items:
+        if type(value) is str:
+            total += len(key) + len(value.encode()) if len(value) > 4096 else len(key) + len(value)
+        elif (type(value) is list or type(value) is dict) and key not in EXEMPT:
+            total += len(key) + len(canonical_json(value))
+        else:
+            total += len(key) + 8
+    return total

@@ -1,0 +1,320 @@
+"""What may be written: the allow-list applied to a whole span, before anything reaches the log.
+
+Without ``[content] training = true`` no message text, argument, result, error text or unknown value is kept; a
+dropped text leaves its length and a keyed hash, so that rules that compare texts still work. JSON keeps its shape:
+roles, part types, tool call ids and tool names stay, each text inside is replaced by itself. Names and identifiers
+stay when they look like labels and hold nothing that looks like a secret.
+
+Attributes ``spanloop.*`` are ours: from a sender they are removed and counted, whatever the content settings, since
+the gateway alone knows which policy answered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from spanloop.collectors.allowlist import DROP, KEEP, MESSAGES, classify
+from spanloop.pipeline.otlp.decoded import FLAGS
+from spanloop.schemas.canonical import canonical_json
+from spanloop.schemas.errors import ConfigError, TransientError
+from spanloop.schemas.settings import Content, Settings
+from spanloop.schemas.spans import Span, SpanEvent, SpanLink, redacted
+
+__all__ = ["Redactor", "looks_like_label", "workspace_key"]
+
+RESERVED = "spanloop."
+_SENDERS_OWN = frozenset({"spanloop.task.key", FLAGS})
+"""Reserved keys that a sender may set, and the flags that our decoder sets."""
+
+_LABEL = re.compile(r"[^\x00-\x1f\x7f\"'`<>{}=?&\\]{0,256}\Z")
+_KEY = re.compile(r"[A-Za-z0-9_.\-/:$]{0,128}\Z")
+_SECRET = re.compile(
+    r"[\w.+-]+@[\w-]+\.\w"  # e-mail
+    r"|://[^/\s]*@"  # user and password in a URL
+    r"|\beyJ[\w-]*\."  # JSON web token
+    r"|bearer\s+\S"
+    r"|\b(?:sk|pk|rk|glpat|xox[a-z]|hf|gh[opsu]|github_pat)[-_][\w-]{8,}|\bA[KS]IA[0-9A-Z]{12}|\bAIza[\w-]{20}"
+    r"|\+\d[\d ().-]{6,}\d"  # phone
+    r"|\b(?:password|passwd|pwd|secret|api[_-]?key|token)\s*:\s*\S"
+    r"|\b\d{3}-\d{2}-\d{4}\b",
+    re.IGNORECASE,
+)
+_CARD = re.compile(r"(?<![\w.-])\d(?:[ -]?\d){12,18}(?![\w-])")
+_TEMPLATES = frozenset({"logfire.msg_template"})
+"""Constants of the program, with braces and quotes."""
+
+_LABELS = frozenset(
+    {
+        "role", "type", "id", "tool_call_id", "toolUseId", "call_id", "finish_reason", "kind", "part_kind",
+        "tool_name", "tool_kind", "index", "mime_type", "modality", "status", "agent_name",
+    }
+)  # fmt: skip
+_CONTAINERS = frozenset(
+    {
+        "parts", "tool_calls", "toolUse", "toolResult", "function", "function_tools", "output_tools", "content",
+        "messages", "message", "tool_call", "tool_call_response",
+    }
+)  # fmt: skip
+_TOOLISH = frozenset(
+    {"arguments", "args", "input", "result", "response", "parameters", "parameters_json_schema", "toolUseId",
+     "tool_call_id", "id", "description"}
+)  # fmt: skip
+"""A "name" beside one of these is the name of a tool, not of a person."""
+_ROUTING = frozenset(
+    {
+        "langgraph_node", "langgraph_step", "langgraph_checkpoint_ns", "checkpoint_ns", "langgraph_path",
+        "langgraph_triggers", "thread_id", "session_id", "goto",
+    }
+)  # fmt: skip
+"""Keys of LangGraph at the top of metadata and of node outputs that say who comes next."""
+_SCHEMAS = frozenset({"parameters", "parameters_json_schema", "input_schema", "outer_typed_dict_key"})
+"""JSON Schemas of tools: only their equality matters, so they go as a whole."""
+_MAX_DEPTH = 64
+_REMEMBERED = range(64, 16_384)
+"""Lengths of JSON texts whose result is remembered: tool definitions and histories come again and again."""
+
+
+class Redactor:
+    """The rules of one deployment. Pure apart from its counters.
+
+    Args:
+        content: the ``[content]`` settings.
+        key: key of the hash left where a text was dropped; at least 16 bytes.
+    """
+
+    def __init__(self, content: Content, key: bytes) -> None:
+        self._keep_content = content.training
+        self._key = key[:64]
+        self._exact = frozenset(k for k in content.allow if not k.endswith("*"))
+        self._prefixes = tuple(k[:-1] for k in content.allow if k.endswith("*"))
+        self._remembered = lru_cache(512)(self._json_text)
+        self.reserved_removed = 0
+
+    def span(self, span: Span, *, trusted: bool = False) -> Span:
+        """``span`` as it may be written; ``trusted``: from our own gateway, which may set ``spanloop.*``."""
+        attributes, removed = (span.attributes, 0) if trusted else self._without_reserved(span.attributes)
+        if self._keep_content:
+            if not removed:
+                return span
+            return msgspec.structs.replace(
+                span, attributes=attributes, dropped_attributes=span.dropped_attributes + removed
+            )
+        return Span(
+            trace_id=span.trace_id,
+            span_id=span.span_id,
+            name=self._name(span.name),
+            start_ns=span.start_ns,
+            end_ns=span.end_ns,
+            parent_span_id=span.parent_span_id,
+            kind=span.kind,
+            status=span.status,
+            status_message=self.text_stand_in(span.status_message) if span.status_message else "",
+            attributes=self._attributes(attributes),
+            events=tuple(self._event(event) for event in span.events),
+            links=tuple(SpanLink(x.trace_id, x.span_id, self._attributes(x.attributes)) for x in span.links),
+            scope=self._name(span.scope),
+            scope_version=self._name(span.scope_version),
+            resource=self._attributes(span.resource),
+            dropped_attributes=span.dropped_attributes + removed,
+        )
+
+    def text(self, text: str) -> Any:
+        """A free text (a comment): itself where content is kept, else its stand-in."""
+        return text if self._keep_content or not text else self._redact(text)
+
+    def label(self, text: str) -> str:
+        """A short name given by a client: itself when it looks like a label, else its stand-in as text."""
+        return text if self._keep_content or looks_like_label(text) else self.text_stand_in(text)
+
+    def text_stand_in(self, text: str) -> str:
+        """The stand-in where the schema has room for a text only."""
+        return f"redacted:{len(text)}:{self._hmac(text)}"
+
+    def _name(self, name: str) -> str:
+        return name if len(name.split()) <= 6 and looks_like_label(name) else self.text_stand_in(name)
+
+    def _event(self, event: SpanEvent) -> SpanEvent:
+        genai = event.name.startswith("gen_ai.")
+        return SpanEvent(self._name(event.name), event.t_ns, self._attributes(event.attributes, genai))
+
+    def _without_reserved(self, attributes: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        bad = [k for k in attributes if k.startswith(RESERVED) and k not in _SENDERS_OWN]
+        if not bad:
+            return attributes, 0
+        self.reserved_removed += len(bad)
+        return {k: v for k, v in attributes.items() if k not in bad}, len(bad)
+
+    def _attributes(self, attributes: dict[str, Any], event: bool = False) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in attributes.items():
+            if key in self._exact or (self._prefixes and key.startswith(self._prefixes)):
+                found[key] = value
+                continue
+            kind = classify(key, event)
+            if kind is KEEP:
+                found[key] = self._keep(value)
+            elif kind is DROP:
+                if key == "name" and "logfire.msg_template" in attributes:
+                    found[key] = self._keep(value)
+                elif (
+                    key in _TEMPLATES and type(value) is str and len(value) <= 256 and not _has_secret(value)
+                ):
+                    found[key] = value
+                else:
+                    found[self._clean_key(key)] = self._drop(value)
+            else:
+                found[key] = self._json(value, self._messages if kind is MESSAGES else self._top, 0)
+        return found
+
+    def _keep(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is str:
+            return value if looks_like_label(value) else self._redact(value)
+        if kind is list:
+            return [self._keep(item) if type(item) is not dict else self._drop(item) for item in value[:1024]]
+        return self._drop(value) if kind is dict else value
+
+    def _drop(self, value: Any) -> Any:
+        if value is None or type(value) is bool:
+            return value
+        return self._redact(value if type(value) is str else canonical_json(value).decode())
+
+    def _redact(self, text: str) -> dict[str, Any]:
+        return redacted(len(text), self._hmac(text))
+
+    def _hmac(self, text: str) -> str:
+        return hashlib.blake2b(text.encode(), key=self._key, digest_size=16).hexdigest()
+
+    def _clean_key(self, key: str) -> str:
+        return key if _KEY.match(key) and not _has_secret(key) else f"redacted:{self._hmac(key)}"
+
+    # ------------------------------------------------------------ inside JSON
+
+    def _json(self, value: Any, walk: Callable[[Any, int], Any], depth: int) -> Any:
+        """Walk a value; a text that is a JSON list or map is walked inside and stays a text."""
+        if type(value) is not str:
+            return walk(value, depth)
+        if value[:1] not in ("[", "{"):
+            return self._redact(value)
+        if depth == 0 and len(value) in _REMEMBERED:
+            return self._remembered(value, walk)
+        return self._json_text(value, walk, depth)
+
+    def _json_text(self, text: str, walk: Callable[[Any, int], Any], depth: int = 0) -> Any:
+        try:
+            return canonical_json(walk(msgspec.json.decode(text), depth)).decode()
+        except (msgspec.DecodeError, RecursionError):  # cut, or no JSON after all
+            return self._redact(text)
+
+    def _messages(self, value: Any, depth: int) -> Any:
+        """Messages, parts and tool definitions: labels stay, texts go."""
+        if depth > _MAX_DEPTH:
+            return self._drop(value)
+        if type(value) is list:
+            return [self._messages(item, depth + 1) for item in value]
+        if type(value) is not dict:
+            return self._drop(value)
+        found: dict[str, Any] = {}
+        for key, item in value.items():
+            if key in _LABELS or (key == "name" and not _TOOLISH.isdisjoint(value)):
+                found[key] = self._keep(item)
+            elif key in _SCHEMAS:
+                found[key] = self._drop(item)
+            elif key in _CONTAINERS and type(item) in (list, dict):
+                found[key] = self._messages(item, depth + 1)
+            else:
+                found[self._clean_key(key)] = self._json(item, self._tree, depth + 1)
+        return found
+
+    def _top(self, value: Any, depth: int) -> Any:
+        """The top level of inputs, outputs and metadata, where LangGraph keeps its routing."""
+        if type(value) is not dict or _ROUTING.isdisjoint(value):
+            return self._tree(value, depth)
+        return {
+            self._clean_key(k): self._keep(v) if k in _ROUTING else self._json(v, self._tree, depth + 1)
+            for k, v in value.items()
+        }
+
+    def _tree(self, value: Any, depth: int) -> Any:
+        """Arguments and results: keys stay, leaves go."""
+        if depth > _MAX_DEPTH:
+            return self._drop(value)
+        if type(value) is list:
+            return [self._json(item, self._tree, depth + 1) for item in value]
+        if type(value) is dict:
+            return {self._clean_key(k): self._json(v, self._tree, depth + 1) for k, v in value.items()}
+        return self._drop(value)
+
+
+@lru_cache(8192)
+def looks_like_label(text: str) -> bool:
+    """True for a short text without quotes, braces or control characters that holds nothing like a secret.
+
+    >>> looks_like_label("chat fake-model"), looks_like_label("mail pat@example.com")
+    (True, False)
+    """
+    return len(text) <= 256 and _LABEL.match(text) is not None and not _has_secret(text)
+
+
+def _has_secret(text: str) -> bool:
+    if _SECRET.search(text):
+        return True
+    return any(_luhn(found.group()) for found in _CARD.finditer(text))
+
+
+def _luhn(text: str) -> bool:
+    digits = [int(c) for c in reversed(text) if c.isdigit()]
+    return sum(sum(divmod(2 * d, 10)) if i % 2 else d for i, d in enumerate(digits)) % 10 == 0
+
+
+def workspace_key(settings: Settings) -> bytes:
+    """The key of the keyed hash: the setting, else WORKSPACE/hmac.key, made at first use and readable by its owner
+    only. All processes of a workspace share it, so that equal texts leave equal hashes.
+
+    Raises:
+        ConfigError: the setting is too short, or the file is damaged.
+        TransientError: the file cannot be written.
+    """
+    given = settings.content.hmac_key.get_secret_value()
+    if given:
+        if len(given) < 16:
+            raise ConfigError("content.hmac_key is shorter than 16 characters; use a long random text")
+        return given.encode()
+    path = settings.workspace / "hmac.key"
+    try:
+        settings.workspace.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            _create_key(path)
+        text = path.read_text()
+    except OSError as exc:
+        raise TransientError(f"cannot keep the hash key in {path}: {exc.strerror}") from exc
+    if len(text) < 32:
+        raise ConfigError(
+            f"{path} is damaged ({len(text)} characters, expected 64); restore it or set content.hmac_key"
+        )
+    return text.encode()
+
+
+def _create_key(path: Path) -> None:
+    """Write beside, then link: of two processes that start together one wins and both read the same key."""
+    temporary = path.with_name(f".hmac.key.{secrets.token_hex(8)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as handle:
+            handle.write(secrets.token_hex(32))
+            handle.flush()
+            os.fsync(handle.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, path)
+    finally:
+        temporary.unlink()
