@@ -181,7 +181,10 @@ def enum_values(schema: Any, definitions: Mapping[str, Any], where: str, depth: 
         if isinstance(alternatives, list) and alternatives:
             return [v for part in alternatives for v in enum_values(part, definitions, where, depth + 1)]
         reference = schema.get("$ref")
-        if isinstance(reference, str) and (target := definitions.get(reference.rsplit("/", 1)[-1])) is not None:
+        if (
+            isinstance(reference, str)
+            and (target := definitions.get(reference.rsplit("/", 1)[-1])) is not None
+        ):
             return enum_values(target, definitions, where, depth + 1)
         if schema.get("type") == "null":
             return [None]

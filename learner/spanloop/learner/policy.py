@@ -52,7 +52,9 @@ class PolicyConfig(msgspec.Struct, frozen=True):
         if min(self.vocabulary_size, self.width, self.layers, self.heads, self.context) < 1:
             raise ConfigError(f"every size of the policy must be positive, got {self}")
         if self.width % self.heads:
-            raise ConfigError(f"learner.width = {self.width} is not a multiple of learner.heads = {self.heads}")
+            raise ConfigError(
+                f"learner.width = {self.width} is not a multiple of learner.heads = {self.heads}"
+            )
 
 
 class _Block(nn.Module):
@@ -98,7 +100,13 @@ class PolicyNet(nn.Module):
                 if parameter.dim() < 2:
                     parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
                 else:
-                    scale = 0.5 if name == "tokens.weight" else 0.02 if name in _SMALL else parameter.shape[1] ** -0.5
+                    scale = (
+                        0.5
+                        if name == "tokens.weight"
+                        else 0.02
+                        if name in _SMALL
+                        else parameter.shape[1] ** -0.5
+                    )
                     parameter.normal_(0.0, scale, generator=generator)
         return net
 

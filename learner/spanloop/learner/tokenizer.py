@@ -84,7 +84,9 @@ def message_text(message: Mapping[str, Any]) -> str:
         for part in content:
             text = part.get("text") if isinstance(part, dict) else None
             if not isinstance(text, str):
-                raise SchemaError("a message has a part that is not text; the embedded policy reads text only")
+                raise SchemaError(
+                    "a message has a part that is not text; the embedded policy reads text only"
+                )
             texts.append(text)
         return "\n".join(texts)
     raise SchemaError(f"message content is {type(content).__name__}, expected a text or a list of text parts")

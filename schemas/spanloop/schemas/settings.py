@@ -69,6 +69,10 @@ class Gateway(_Section):
     policy: str = "policy"
     """The alias that clients put in ``model``; other models are passed through."""
     timeout_s: float = Field(60.0, gt=0)
+    upstream_key: SecretStr = SecretStr("")
+    """Key for the upstream; empty: the client's own Authorization is passed on, unless [[credentials]] are set."""
+    queue_max: int = Field(20_000, ge=1)
+    """Finished calls that wait in memory while the log refuses them; more are counted as lost."""
 
 
 class Serving(_Section):

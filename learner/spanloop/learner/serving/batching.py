@@ -53,7 +53,18 @@ class Row:
         uniform: Uniform numbers in [0, 1), one for each token that may be asked for.
     """
 
-    __slots__ = ("exploration", "future", "ids", "net", "node", "nodes", "steps", "temperature", "top_p", "uniform")
+    __slots__ = (
+        "exploration",
+        "future",
+        "ids",
+        "net",
+        "node",
+        "nodes",
+        "steps",
+        "temperature",
+        "top_p",
+        "uniform",
+    )
 
     def __init__(
         self,
@@ -199,7 +210,8 @@ class Batcher:
         return done, open_
 
     def _deliver(self, rows: list[Row], error: Exception | None) -> None:
-        assert self._loop is not None
+        if self._loop is None:
+            return
         try:
             self._loop.call_soon_threadsafe(_resolve, list(rows), error)
         except RuntimeError:

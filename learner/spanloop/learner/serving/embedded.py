@@ -84,7 +84,7 @@ class EmbeddedServer:
             threads=settings.serving.threads,
         )
         self._wall_s = wall_s
-        self._random = random.Random(settings.learner.seed)
+        self._random = random.Random(settings.learner.seed)  # noqa: S311 - sampling
         self._grammars: dict[tuple[str, bytes, bytes], Grammar] = {}
         self._loading: dict[str, asyncio.Task[Adapter]] = {}
 
@@ -117,7 +117,7 @@ class EmbeddedServer:
         grammar = self._grammar(body, tokenizer)
         prompt_ids = tokenizer.prompt_ids(body.messages)
         self._check_lengths(body, adapter, len(prompt_ids), grammar.max_tokens)
-        source = random.Random(body.seed) if body.seed is not None else self._random
+        source = random.Random(body.seed) if body.seed is not None else self._random  # noqa: S311
         row = Row(
             adapter.artifact.net,
             prompt_ids,
@@ -132,13 +132,25 @@ class EmbeddedServer:
         created = int(self._wall_s())
         if not body.stream:
             content = chat_response(
-                body, row, response_id=response_id, created=created, tokenizer=tokenizer, num_prompt=len(prompt_ids)
+                body,
+                row,
+                response_id=response_id,
+                created=created,
+                tokenizer=tokenizer,
+                num_prompt=len(prompt_ids),
             )
             return web.Response(body=_encode(content), content_type="application/json")
-        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"})
+        stream = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        )
         await stream.prepare(request)
         for chunk in chat_chunks(
-            body, row, response_id=response_id, created=created, tokenizer=tokenizer, num_prompt=len(prompt_ids)
+            body,
+            row,
+            response_id=response_id,
+            created=created,
+            tokenizer=tokenizer,
+            num_prompt=len(prompt_ids),
         ):
             await stream.write(b"data: " + _encode(chunk) + b"\n\n")
         await stream.write(b"data: [DONE]\n\n")
@@ -154,15 +166,15 @@ class EmbeddedServer:
                 f"max_tokens = {body.max_tokens} is not supported, use 0 or 1, or ask /v1/chat/completions"
             )
         adapter = await self._adapter(body.model)
-        prompts: list[list[int]] = (
-            body.prompt if body.prompt and isinstance(body.prompt[0], list) else [body.prompt]  # type: ignore[assignment,list-item]
-        )
+        prompts = body.prompts()
         context, size = adapter.artifact.net.config.context, adapter.artifact.tokenizer.size
         if len(prompts) > PROMPTS_MAX:
             raise SchemaError(f"{len(prompts)} prompts in one request, at most {PROMPTS_MAX}")
         for prompt in prompts:
             if not 1 <= len(prompt) <= context:
-                raise SchemaError(f"a prompt has {len(prompt)} tokens, expected 1 to {context} (learner.context)")
+                raise SchemaError(
+                    f"a prompt has {len(prompt)} tokens, expected 1 to {context} (learner.context)"
+                )
             if not all(0 <= token_id < size for token_id in prompt):
                 raise SchemaError(f"a prompt has a token id outside the vocabulary of {size}")
         scores = await asyncio.to_thread(score_prompts, adapter.artifact.net, prompts)
@@ -225,7 +237,9 @@ class EmbeddedServer:
         key = (tokenizer.hash, bytes(body.tools), bytes(body.tool_choice))
         grammar = self._grammars.get(key)
         if grammar is None:
-            grammar = compile_grammar(msgspec.json.decode(body.tools), msgspec.json.decode(body.tool_choice), tokenizer)
+            grammar = compile_grammar(
+                msgspec.json.decode(body.tools), msgspec.json.decode(body.tool_choice), tokenizer
+            )
             if len(self._grammars) >= GRAMMARS_MAX:
                 self._grammars.pop(next(iter(self._grammars)))
             self._grammars[key] = grammar
@@ -240,7 +254,9 @@ class EmbeddedServer:
             )
         limits = [m for m in (body.max_completion_tokens, body.max_tokens) if m is not None]
         if limits and min(limits) < num_response:
-            raise SchemaError(f"max_tokens = {min(limits)} cannot hold the longest response of {num_response} tokens")
+            raise SchemaError(
+                f"max_tokens = {min(limits)} cannot hold the longest response of {num_response} tokens"
+            )
 
 
 def _request_id(request: web.Request) -> str | None:

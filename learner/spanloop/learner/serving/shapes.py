@@ -59,10 +59,19 @@ class CompletionRequest(msgspec.Struct):
     """The part of a completion request that the embedded server reads: scoring of prompts given as token ids."""
 
     model: str
-    prompt: list[int] | list[list[int]]
+    prompt: list[int | list[int]]
+    """Token ids of one prompt, or a list of such lists."""
     max_tokens: int = 1
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
+
+    def prompts(self) -> list[list[int]]:
+        """Token ids of each prompt. Raises SchemaError when ids and lists are mixed."""
+        lists = [item for item in self.prompt if isinstance(item, list)]
+        ids = [item for item in self.prompt if isinstance(item, int)]
+        if lists and ids:
+            raise SchemaError("prompt mixes token ids and lists of token ids")
+        return lists or [ids]
 
 
 def check_chat(request: ChatRequest) -> None:
@@ -77,7 +86,9 @@ def check_chat(request: ChatRequest) -> None:
         if not request.logprobs:
             raise SchemaError("top_logprobs needs logprobs = true")
         if not 0 <= request.top_logprobs <= TOP_LOGPROBS_MAX:
-            raise SchemaError(f"top_logprobs = {request.top_logprobs} is out of range, expected 0 to {TOP_LOGPROBS_MAX}")
+            raise SchemaError(
+                f"top_logprobs = {request.top_logprobs} is out of range, expected 0 to {TOP_LOGPROBS_MAX}"
+            )
 
 
 def error_body(status: int, message: str, *, param: str | None = None) -> dict[str, Any]:
@@ -136,7 +147,12 @@ def chat_chunks(
     for index, (node, step) in enumerate(zip(row.nodes, row.steps, strict=True)):
         if index == 0:
             function = {"name": node.fragment, "arguments": "{}" if alone else ""}
-            call: dict[str, Any] = {"id": _call_id(response_id), "type": "function", "index": 0, "function": function}
+            call: dict[str, Any] = {
+                "id": _call_id(response_id),
+                "type": "function",
+                "index": 0,
+                "function": function,
+            }
         else:
             call = {"index": 0, "function": {"arguments": node.fragment}}
         yield chunk({"tool_calls": [call]}, None, [step])

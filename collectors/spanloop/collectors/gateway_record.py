@@ -1,0 +1,194 @@
+"""A call through the gateway as a GenAI span. Pure: from what was asked and answered to one ``SpansReceived``.
+
+Place: built by the recorder's thread, behind the response. Invariants: the span's ids follow from the response id, so
+recording twice is one span; with content off it holds no token id, log-probability, menu or text, only counts and
+what ``redact`` leaves of a text (its length and a keyed hash).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from spanloop.collectors.gateway_tokens import call_tokens
+from spanloop.schemas.canonical import canonical_json
+from spanloop.schemas.events import SpansReceived
+from spanloop.schemas.ids import gateway_span_id, gateway_trace_id
+from spanloop.schemas.spans import Span
+
+__all__ = ["CallRecord", "Redact", "call_event"]
+
+SCOPE = "spanloop.gateway"
+CLIENT = 3
+
+Redact = Callable[[Span], Span]
+"""A span to what of it may be written where content is off (``redaction.Redactor.span``)."""
+
+
+class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is known of a finished call."""
+
+    tenant: str
+    call_id: str
+    """Names the call where there is no response id."""
+    request: Mapping[str, Any]
+    """The chat request as the client sent it."""
+    response: Mapping[str, Any] | None
+    """The chat.completion object as the server sent it; None: no usable answer."""
+    route: str
+    """champion, learning, canary, pinned (the client named a version) or pass (another model)."""
+    policy_version: str
+    """Serving name; empty on route "pass"."""
+    conversation: str
+    """Keyed digest of the sticky key."""
+    conversation_source: str
+    harness: str
+    start_ns: int
+    end_ns: int
+    status: int
+    """HTTP status towards the client."""
+    error: str = ""
+    """Why it failed: a word without content."""
+    parent: tuple[str, str] | None = None
+    """(trace id, span id) of the caller's span."""
+    task_key: str = ""
+    server_address: str = ""
+    server_port: int = 0
+    streamed: bool = False
+
+
+def call_event(record: CallRecord, *, content: bool, redact: Redact | None = None) -> SpansReceived:
+    """The event of one call.
+
+    Args:
+        record: The call.
+        content: Keep token ids, log-probabilities, menus and messages (the deployment opted in to training).
+        redact: Applied to the span when ``content`` is False; None leaves messages out altogether.
+    """
+    response = record.response or {}
+    response_id = _text(response.get("id"))
+    identity = response_id or record.call_id
+    trace_id, parent_span_id = record.parent or (gateway_trace_id(identity), None)
+    attributes = _attributes(record, response, response_id)
+    if content:
+        attributes |= _token_attributes(record, response)
+    if content or redact is not None:
+        attributes |= _messages(record.request, response)
+    failed = record.status >= 400 or bool(record.error)
+    span = Span(
+        trace_id=trace_id,
+        span_id=gateway_span_id(identity),
+        parent_span_id=parent_span_id,
+        name=f"chat {_text(record.request.get('model'))}".rstrip(),
+        kind=CLIENT,
+        start_ns=record.start_ns,
+        end_ns=record.end_ns,
+        status="error" if failed else "unset",
+        status_message=record.error,
+        attributes=attributes,
+        scope=SCOPE,
+        resource={"service.name": SCOPE},
+    )
+    if not content and redact is not None:
+        span = redact(span)
+    return SpansReceived(tenant=record.tenant, trace_id=trace_id, spans=(span,), source="gateway")
+
+
+def _attributes(record: CallRecord, response: Mapping[str, Any], response_id: str) -> dict[str, Any]:
+    request, usage = record.request, response.get("usage") or {}
+    finish = [c.get("finish_reason") for c in response.get("choices") or () if isinstance(c, dict)]
+    found: dict[str, Any] = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.request.model": _text(request.get("model")),
+        "gen_ai.response.model": _text(response.get("model")),
+        "gen_ai.response.id": response_id,
+        "gen_ai.response.finish_reasons": [reason for reason in finish if isinstance(reason, str)],
+        "gen_ai.usage.input_tokens": _number(usage.get("prompt_tokens")),
+        "gen_ai.usage.output_tokens": _number(usage.get("completion_tokens")),
+        "gen_ai.request.temperature": _number(request.get("temperature")),
+        "gen_ai.request.top_p": _number(request.get("top_p")),
+        "gen_ai.request.max_tokens": _number(request.get("max_completion_tokens", request.get("max_tokens"))),
+        "gen_ai.request.seed": _number(request.get("seed")),
+        "gen_ai.request.stream": True if record.streamed else None,
+        "server.address": record.server_address,
+        "server.port": record.server_port or None,
+        "spanloop.policy.version": record.policy_version,
+        "spanloop.policy.route": record.route,
+        "spanloop.harness": record.harness,
+        "spanloop.conversation": record.conversation,
+        "spanloop.conversation.source": record.conversation_source,
+        "spanloop.task.key": record.task_key,
+    }
+    if record.status >= 400 or record.error:
+        found["http.response.status_code"] = record.status
+        found["error.type"] = record.error or str(record.status)
+    return {name: value for name, value in found.items() if value not in ("", None, [])}
+
+
+def _token_attributes(record: CallRecord, response: Mapping[str, Any]) -> dict[str, Any]:
+    if not record.policy_version or not response:
+        return {}
+    tokens = call_tokens(response)
+    found: dict[str, Any] = {
+        "spanloop.prompt_token_ids": list(tokens.prompt_ids),
+        "spanloop.response_token_ids": list(tokens.response_ids),
+        "spanloop.response_logprobs": list(tokens.logprobs),
+        "spanloop.menus": [[list(option) for option in menu] for menu in tokens.menus],
+        "spanloop.tokens.problem": tokens.problem,
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _messages(request: Mapping[str, Any], response: Mapping[str, Any]) -> dict[str, Any]:
+    """Messages as JSON texts in the parts of the GenAI conventions."""
+    found: dict[str, Any] = {}
+    asked = request.get("messages")
+    if isinstance(asked, list):
+        found["gen_ai.input.messages"] = _json([_message(m) for m in asked if isinstance(m, dict)])
+    answers: list[dict[str, Any]] = []
+    for choice in response.get("choices") or ():
+        if isinstance(choice, dict) and isinstance(choice.get("message"), dict):
+            answers.append(
+                {**_message(choice["message"]), "finish_reason": _text(choice.get("finish_reason"))}
+            )
+    if answers:
+        found["gen_ai.output.messages"] = _json(answers)
+    return found
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    parts: list[dict[str, Any]] = []
+    content = message.get("content")
+    if message.get("role") == "tool":
+        call_id = _text(message.get("tool_call_id"))
+        parts.append({"type": "tool_call_response", "id": call_id, "response": _flat(content)})
+    elif content:
+        parts.append({"type": "text", "content": _flat(content)})
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict):
+            name, arguments = _text(function.get("name")), _text(function.get("arguments"))
+            parts.append(
+                {"type": "tool_call", "id": _text(call.get("id")), "name": name, "arguments": arguments}
+            )
+    return {"role": _text(message.get("role")), "parts": parts}
+
+
+def _json(value: Any) -> str:
+    return canonical_json(value).decode()
+
+
+def _flat(content: Any) -> str:
+    if isinstance(content, list):
+        return "\n".join(_text(p.get("text")) for p in content if isinstance(p, dict))
+    return _text(content)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _number(value: Any) -> int | float | None:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,91 @@
+"""Server-sent events of a streamed chat: splitting the bytes, and folding chunks into the response they spell. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["ChunkFolder", "SseSplitter"]
+
+EVENT_BYTES_MAX = 16 * 2**20
+"""A longer event is an error of the upstream."""
+
+
+class SseSplitter:
+    """Bytes in any pieces to whole events (without their blank line)."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Events that are complete with these bytes. Raises ValueError when one grows beyond all measure."""
+        self._buffer += data.replace(b"\r\n", b"\n")
+        *events, self._buffer = self._buffer.split(b"\n\n")
+        if len(self._buffer) > EVENT_BYTES_MAX:
+            raise ValueError(f"an event of the stream has more than {EVENT_BYTES_MAX} bytes")
+        return [event for event in events if event]
+
+    def rest(self) -> bytes:
+        """What came after the last whole event."""
+        rest, self._buffer = self._buffer, b""
+        return rest
+
+
+def event_data(event: bytes) -> bytes | None:
+    """The data of an event; None for comments and other fields."""
+    lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
+    return b"\n".join(lines) if lines else None
+
+
+class ChunkFolder:
+    """Folds chat.completion.chunk objects into the chat.completion object of the same call."""
+
+    def __init__(self) -> None:
+        self._head: dict[str, Any] = {}
+        self._choices: dict[int, dict[str, Any]] = {}
+        self.num_chunks = 0
+
+    def add(self, chunk: dict[str, Any]) -> None:
+        """Take in one chunk, as the server sent it."""
+        self.num_chunks += 1
+        for name in ("id", "created", "model", "usage", "prompt_token_ids", "system_fingerprint"):
+            if chunk.get(name) is not None:
+                self._head[name] = chunk[name]
+        for part in chunk.get("choices") or ():
+            index = part.get("index", 0)
+            choice = self._choices.setdefault(
+                index,
+                {"index": index, "message": {"role": "assistant", "content": None}, "finish_reason": None},
+            )
+            if part.get("finish_reason") is not None:
+                choice["finish_reason"] = part["finish_reason"]
+            if part.get("token_ids"):
+                choice.setdefault("token_ids", []).extend(part["token_ids"])
+            content = (part.get("logprobs") or {}).get("content")
+            if content:
+                choice.setdefault("logprobs", {"content": []})["content"].extend(content)
+            _fold_delta(choice["message"], part.get("delta") or {})
+
+    def response(self) -> dict[str, Any] | None:
+        """The response so far; None before the first chunk."""
+        if not self.num_chunks:
+            return None
+        choices = [self._choices[index] for index in sorted(self._choices)]
+        return {**self._head, "object": "chat.completion", "choices": choices}
+
+
+def _fold_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
+    if delta.get("role"):
+        message["role"] = delta["role"]
+    for name in ("content", "refusal", "reasoning_content"):
+        if delta.get(name):
+            message[name] = (message.get(name) or "") + delta[name]
+    for part in delta.get("tool_calls") or ():
+        calls = message.setdefault("tool_calls", [])
+        index = part.get("index", 0)
+        while len(calls) <= index:
+            calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
+        call = calls[index]
+        call["id"] = part.get("id") or call["id"]
+        function = part.get("function") or {}
+        call["function"]["name"] += function.get("name") or ""
+        call["function"]["arguments"] += function.get("arguments") or ""

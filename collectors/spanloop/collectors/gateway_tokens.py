@@ -1,0 +1,123 @@
+"""What the gateway asks a server for beyond the client's request, and how it takes it out of the answer. Pure.
+
+Token ids and behaviour log-probabilities in vLLM's shapes. Invariant: a client gets the fields that it would have
+got without the gateway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+__all__ = ["Asked", "CallTokens", "ask_for_tokens", "call_tokens", "strip_choice", "strip_response"]
+
+TOP_LOGPROBS = 20
+"""The most that OpenAI and vLLM give by default; a menu of more options is not recorded whole."""
+MASKED_BELOW = -9000.0
+"""vLLM writes -9999.0 for the logarithm of zero: such an option was not open."""
+MENU_MASS = 1e-3
+"""Entries that leave out more probability than this are not a menu."""
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What the client asked for itself."""
+
+    logprobs: bool
+    token_ids: bool
+    usage: bool
+    """``stream_options.include_usage``."""
+
+
+class CallTokens(msgspec.Struct, frozen=True):
+    """Tokens of a call; arrays have one entry for each response token. ``problem``: why something is missing."""
+
+    prompt_ids: tuple[int, ...] = ()
+    response_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    menus: tuple[tuple[tuple[int, float], ...], ...] = ()
+    problem: str = ""
+
+
+def ask_for_tokens(body: dict[str, Any], model: str, *, tokens: bool) -> tuple[dict[str, Any], Asked]:
+    """The request for the server: another model name and, for training, token ids and log-probabilities.
+
+    A client that asks for log-probabilities itself keeps its own choice of them; then there is no menu.
+    """
+    options = body.get("stream_options")
+    asked = Asked(
+        logprobs=bool(body.get("logprobs")),
+        token_ids=bool(body.get("return_token_ids")),
+        usage=isinstance(options, dict) and bool(options.get("include_usage")),
+    )
+    asking = {**body, "model": model}
+    if tokens:
+        asking["return_token_ids"] = True
+        if not asked.logprobs:
+            asking.update(logprobs=True, top_logprobs=TOP_LOGPROBS, return_tokens_as_token_ids=True)
+    if body.get("stream"):
+        asking["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
+    return asking, asked
+
+
+def strip_choice(choice: dict[str, Any], asked: Asked) -> None:
+    """Remove from a choice (of a response or a chunk) what the client did not ask for."""
+    if not asked.logprobs and choice.get("logprobs") is not None:
+        choice["logprobs"] = None
+    if not asked.token_ids:
+        choice.pop("token_ids", None)
+
+
+def strip_response(response: dict[str, Any], asked: Asked) -> None:
+    """Remove from a response (or chunk) what the client did not ask for."""
+    if not asked.token_ids:
+        response.pop("prompt_token_ids", None)
+    for choice in response.get("choices") or ():
+        if isinstance(choice, dict):
+            strip_choice(choice, asked)
+
+
+def call_tokens(response: Mapping[str, Any]) -> CallTokens:
+    """Tokens of a complete response; parts that do not fit each other are left out and named in ``problem``."""
+    choices = response.get("choices") or []
+    if len(choices) != 1:
+        return CallTokens(problem=f"{len(choices)} choices")
+    choice = choices[0]
+    prompt_ids = response.get("prompt_token_ids") or choice.get("prompt_token_ids")
+    response_ids = choice.get("token_ids")
+    if not _ints(prompt_ids) or not _ints(response_ids):
+        return CallTokens(problem="the server gave no token ids")
+    entries = (choice.get("logprobs") or {}).get("content") or []
+    if len(entries) != len(response_ids):
+        problem = f"{len(response_ids)} token ids but {len(entries)} log-probabilities"
+        return CallTokens(tuple(prompt_ids), tuple(response_ids), problem=problem)
+    logprobs = tuple(float(entry["logprob"]) for entry in entries)
+    if not all(math.isfinite(p) for p in logprobs):
+        return CallTokens(tuple(prompt_ids), tuple(response_ids), problem="a log-probability is not finite")
+    menus = tuple(
+        _menu(token_id, logprob, entry.get("top_logprobs") or ())
+        for token_id, logprob, entry in zip(response_ids, logprobs, entries, strict=True)
+    )
+    return CallTokens(tuple(prompt_ids), tuple(response_ids), logprobs, menus)
+
+
+def _menu(token_id: int, logprob: float, top: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, float], ...]:
+    """All open options with their log-probabilities, or only the sampled one where the list is not complete."""
+    options: dict[int, float] = {}
+    for entry in top:
+        token, value = str(entry.get("token", "")), entry.get("logprob")
+        number = token.removeprefix("token_id:")
+        if number == token or not number.isdigit() or not isinstance(value, int | float):
+            return ((token_id, logprob),)
+        if math.isfinite(value) and value > MASKED_BELOW:
+            options[int(number)] = float(value)
+    options.setdefault(token_id, logprob)
+    if abs(sum(math.exp(p) for p in options.values()) - 1.0) > MENU_MASS:
+        return ((token_id, logprob),)
+    return tuple(sorted(options.items()))
+
+
+def _ints(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
