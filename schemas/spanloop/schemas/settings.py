@@ -94,6 +94,8 @@ class Pipeline(_Section):
     """One with gaps is closed, provisionally, after this long."""
     retention_s: float = Field(86_400.0, gt=0)
     """How long a closed orchestration is kept in state to take late spans and feedback."""
+    orchestrations_max: int = Field(100_000, ge=1)
+    """So many closed orchestrations are kept in state at most; the oldest are then forgotten early."""
     batch_max: int = Field(500, ge=1)
     parallel_weight: float = Field(0.0, ge=0)
     """lambda of r_parallel (PARL); gated by the outcome."""
