@@ -1,0 +1,149 @@
+"""Reading a request's body within limits, and answering in the sender's own encoding (protobuf or JSON)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import NamedTuple
+
+from aiohttp import web
+
+from spanloop.collectors.limits import BodyTooLargeError, ByteBudget
+from spanloop.schemas.errors import SchemaError, TransientError
+from spanloop.schemas.settings import Collector
+
+__all__ = [
+    "JSON",
+    "PROTOBUF",
+    "BodyTimeoutError",
+    "Encodings",
+    "UnsupportedError",
+    "encodings",
+    "read_body",
+    "reply",
+]
+
+PROTOBUF = "application/x-protobuf"
+JSON = "application/json"
+_TYPES = {PROTOBUF: PROTOBUF, "application/protobuf": PROTOBUF, JSON: JSON}
+_CODINGS = {"gzip": "gzip", "x-gzip": "gzip", "deflate": "deflate"}
+_RPC_CODES = {400: 3, 401: 16, 403: 7, 408: 4, 413: 3, 415: 3, 429: 8, 500: 13, 503: 14}
+"""google.rpc.Code of an HTTP status."""
+
+
+class UnsupportedError(SchemaError):
+    """A content type or encoding that is not spoken here (HTTP 415)."""
+
+
+class BodyTimeoutError(TransientError):
+    """The body came too slowly (HTTP 408)."""
+
+
+class Encodings(NamedTuple):
+    """How a body is written: its type, and the compressions in the order in which to undo them."""
+
+    content_type: str
+    codings: tuple[str, ...]
+
+
+def encodings(request: web.Request, accepted: tuple[str, ...] = (PROTOBUF, JSON)) -> Encodings:
+    """From the headers; raises UnsupportedError."""
+    content_type = _TYPES.get(request.content_type.lower())
+    if content_type not in accepted:
+        raise UnsupportedError(
+            f"Content-Type {request.headers.get('Content-Type', '(none)')[:80]!r} is not accepted here: use "
+            + " or ".join(accepted)
+        )
+    codings = []
+    for name in request.headers.get("Content-Encoding", "").split(","):
+        coding = name.strip().lower()
+        if coding in ("", "identity"):
+            continue
+        if coding not in _CODINGS or len(codings) == 2:
+            raise UnsupportedError(
+                f"Content-Encoding {name.strip()[:40]!r} is not accepted: use gzip, deflate or none"
+            )
+        codings.append(_CODINGS[coding])
+    return Encodings(content_type, tuple(reversed(codings)))
+
+
+async def read_body(
+    request: web.Request, limits: Collector, budget: ByteBudget, *, compressed: bool
+) -> bytes:
+    """The body as sent. The bytes taken from ``budget`` are given back here: it bounds what is still arriving.
+
+    Raises:
+        BodyTooLargeError: over collector.max_body_bytes (compressed) or collector.max_expanded_bytes (plain).
+        BodyTimeoutError: it took longer than collector.read_timeout_s.
+        TransientError: all bodies together are over the budget.
+    """
+    limit = limits.max_body_bytes if compressed else limits.max_expanded_bytes
+    setting = "collector.max_body_bytes" if compressed else "collector.max_expanded_bytes"
+    if (request.content_length or 0) > limit:
+        raise BodyTooLargeError(f"the body has {request.content_length} bytes, at most {limit} ({setting})")
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(limits.read_timeout_s):
+            async for part in request.content.iter_any():
+                if not budget.take(len(part)):
+                    raise TransientError("too many request bodies are arriving at once; try again shortly")
+                size += len(part)
+                if size > limit:
+                    raise BodyTooLargeError(f"the body has more than {limit} bytes ({setting})")
+                parts.append(part)
+    except TimeoutError as exc:
+        raise BodyTimeoutError(
+            f"the body did not arrive within {limits.read_timeout_s:g} s (collector.read_timeout_s)"
+        ) from exc
+    finally:
+        budget.give(size)
+    return b"".join(parts)
+
+
+def reply(content_type: str, status: int, message: str = "", rejected: int = 0) -> web.Response:
+    """An ExportTraceServiceResponse (status 200) or a google.rpc.Status, in protobuf or JSON."""
+    if content_type == PROTOBUF:
+        body = _protobuf(status, message, rejected)
+    else:
+        body = json.dumps(_json(status, message, rejected)).encode()
+    response = web.Response(status=status, body=body, content_type=content_type)
+    if status in (408, 429, 503):
+        response.headers["Retry-After"] = "1"
+    if status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    return response
+
+
+def _json(status: int, message: str, rejected: int) -> dict[str, object]:
+    if status != 200:
+        return {"code": _RPC_CODES.get(status, 2), "message": message}
+    if not rejected:
+        return {}
+    return {"partialSuccess": {"rejectedSpans": str(rejected), "errorMessage": message}}
+
+
+def _protobuf(status: int, message: str, rejected: int) -> bytes:
+    text = message.encode("utf-8", "replace")
+    if status != 200:
+        return _varint_field(1, _RPC_CODES.get(status, 2)) + _bytes_field(2, text)
+    if not rejected:
+        return b""
+    return _bytes_field(1, _varint_field(1, rejected) + _bytes_field(2, text))
+
+
+def _varint(value: int) -> bytes:
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
+
+
+def _varint_field(number: int, value: int) -> bytes:
+    return _varint(number << 3) + _varint(value)
+
+
+def _bytes_field(number: int, value: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(value)) + value
