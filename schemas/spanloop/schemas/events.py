@@ -95,6 +95,8 @@ class FeedbackReceived(Event, frozen=True, omit_defaults=True, tag="feedback_rec
     target_kind: str
     """orchestration, trace, span or response."""
     target_id: str
+    trace_id: str = ""
+    """Of a span target: the trace that the scorer says it is in; feedback falls back to it when the span is unknown."""
     value: float
     name: str = "outcome"
     """"outcome" is the team's reward R1; other names are kept as channels."""

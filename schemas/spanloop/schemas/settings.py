@@ -47,6 +47,8 @@ class Collector(_Section):
     group_commit_ms: float = Field(5.0, ge=0)
     queue_max: int = Field(2_000, ge=1)
     """Requests waiting for the durable append; more are answered 429 with Retry-After."""
+    read_timeout_s: float = Field(30.0, gt=0)
+    """A body that takes longer to arrive is answered 408."""
 
 
 class Content(_Section):
