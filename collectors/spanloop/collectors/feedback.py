@@ -9,7 +9,6 @@ scorer) the latest counts; ``observed_at`` decides, the time of arrival where it
 
 from __future__ import annotations
 
-import math
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -73,17 +72,18 @@ class FeedbackItem(BaseModel):
             for k in ("orchestration_id", "trace_id", "span_id", "response_id")
             if getattr(self, k) is not None
         ]
-        if len(given) != 1:
+        if len(given) != 1 and given != ["trace_id", "span_id"]:
             found = " and ".join(given) or "none of them"
             raise ValueError(
-                f"name exactly one target: orchestration_id, trace_id, span_id or response_id; found {found}"
+                "name one target: orchestration_id, trace_id, span_id (with or without its trace_id) or response_id; "
+                f"found {found}"
             )
         return self
 
     @property
     def target(self) -> tuple[str, str]:
         """(kind, id)."""
-        for kind in ("orchestration", "trace", "span", "response"):
+        for kind in ("orchestration", "span", "trace", "response"):
             found = getattr(self, f"{kind}_id")
             if found is not None:
                 return kind, found
@@ -131,8 +131,6 @@ def _event(item: FeedbackItem, tenant: str, scorer: str, now_ns: int, redactor: 
     given_ns = item.observed_ns()
     if given_ns is not None and not 0 <= given_ns <= now_ns + MAX_AHEAD_NS:
         raise SchemaError("observed_at: before 1970 or more than five minutes ahead of this machine's clock")
-    if kind == "response":
-        target = redactor.label(target)
     identity = digest(
         "feedback_id", item.feedback_id, kind, target, item.name, scorer, repr(float(item.value)), item.label,
         item.comment, "" if given_ns is None else given_ns, int(item.final),
@@ -142,7 +140,8 @@ def _event(item: FeedbackItem, tenant: str, scorer: str, now_ns: int, redactor: 
         feedback_id=f"{redactor.label(item.feedback_id)}:{identity[:16]}" if item.feedback_id else identity,
         target_kind=kind,
         target_id=target,
-        value=float(item.value) + 0.0 if math.isfinite(item.value) else 0.0,
+        trace_id=(item.trace_id or "") if kind == "span" else "",
+        value=float(item.value) + 0.0,  # -0.0 is 0.0
         name=item.name,
         label=redactor.label(item.label),
         comment=redactor.text(item.comment) or None,
