@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from spanloop.collectors.auth import NotAuthenticatedError, authenticate
+from spanloop.collectors.auth import Authenticator, AuthError
 from spanloop.collectors.gateway_call import Call, GatewayError, bad_request, read_call
 from spanloop.collectors.gateway_follow import Follower
 from spanloop.collectors.gateway_metrics import GatewayMetrics
@@ -69,6 +69,7 @@ class Gateway:
     ) -> None:
         self.settings = settings
         self._key = key
+        self._authenticator = Authenticator(settings)
         self._clock = clock or SystemClock()
         self.router = Router(settings.gateway.policy, time.monotonic)
         self.follower = Follower(log, self.router)
@@ -163,17 +164,12 @@ class Gateway:
 
     def _tenant(self, request: web.Request) -> str:
         try:
-            principal = authenticate(request.headers.get("Authorization"), self.settings)
-        except NotAuthenticatedError as exc:
+            return self._authenticator.check(request.headers.get("Authorization"), "spans").tenant
+        except AuthError as exc:
+            if exc.status == 403:
+                message = "this key's role may not ask the gateway; it needs role agent, scorer or admin"
+                raise GatewayError(403, message, kind="permission_error", code="forbidden") from exc
             raise GatewayError(401, exc.message, kind="authentication_error", code="invalid_api_key") from exc
-        if principal.role == "reader":
-            raise GatewayError(
-                403,
-                "a key with role reader may not ask the gateway; use one with role agent",
-                kind="permission_error",
-                code="forbidden",
-            )
-        return principal.tenant
 
     def _plan(self, call: Call) -> None:
         """Choose the version and write the upstream's request. Raises GatewayError (503, 400)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Mapping
 
 __all__ = ["GatewayMetrics"]
 
@@ -24,7 +25,7 @@ class GatewayMetrics:
         self._seconds[bisect_left(BUCKETS_S, seconds)] += 1
         self._sum_s += seconds
 
-    def text(self, gauges: dict[str, tuple[str, str, float]]) -> str:
+    def text(self, gauges: Mapping[str, tuple[str, str, float]]) -> str:
         """Prometheus exposition; ``gauges`` adds name -> (type, help, value)."""
         lines = [
             "# HELP spanloop_gateway_requests_total Finished requests.",
