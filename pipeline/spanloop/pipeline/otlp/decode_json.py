@@ -69,12 +69,14 @@ def decode_request(data: Any, max_nesting: int = MAX_NESTING, exact: bool = True
     batch = DecodedBatch([], [])
     if type(data) is not dict:
         raise SchemaError(f"expected an OTLP request (a JSON object), found {_kind(data)}")
-    groups = _member(data, "resourceSpans", "resource_spans")
+    groups = _either(data, "resourceSpans", "resource_spans")
+    if groups is None and data and not {"resourceSpans", "resource_spans"} & data.keys():
+        raise SchemaError(f"expected resourceSpans in an OTLP request, found {sorted(map(str, data))[:5]}")
     for group in _objects(groups, "resourceSpans"):
         resource = _resource(group.get("resource"), max_nesting, exact)
-        scopes = _member(group, "scopeSpans", "scope_spans")
+        scopes = _either(group, "scopeSpans", "scope_spans")
         if scopes is None:  # the name before OTLP 0.19
-            scopes = _member(group, "instrumentationLibrarySpans", "instrumentation_library_spans")
+            scopes = _either(group, "instrumentationLibrarySpans", "instrumentation_library_spans")
         for scope_spans in _objects(scopes, "scopeSpans"):
             scope = scope_spans.get("scope")
             scope = scope if type(scope) is dict else {}
@@ -329,9 +331,6 @@ def _span_kind(raw: Any) -> int:
 def _either(data: dict[str, Any], camel: str, snake: str) -> Any:
     value = data.get(camel)
     return data.get(snake) if value is None else value
-
-
-_member = _either
 
 
 def _list(raw: Any, what: str) -> list[Any]:

@@ -1,0 +1,197 @@
+"""``spanloop import`` and ``spanloop feedback``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import click
+
+from spanloop.schemas.errors import ConfigError, SchemaError, TransientError
+from spanloop.schemas.settings import Settings, load_settings
+
+__all__ = ["feedback", "import_"]
+
+_WORKSPACE = click.option(
+    "--workspace",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Workspace folder.  [default: .spanloop]",
+)
+_CONFIG = click.option(
+    "--config", type=click.Path(path_type=Path, dir_okay=False), help="TOML file of settings."
+)
+
+
+def _settings(config: Path | None, workspace: Path | None, tenant: str | None) -> Settings:
+    flags: dict[str, Any] = {}
+    if workspace is not None:
+        flags["workspace"] = workspace
+    if tenant is not None:
+        flags["tenant"] = tenant
+    return load_settings(config, flags)
+
+
+@click.command("import")
+@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
+@_WORKSPACE
+@_CONFIG
+@click.option("--tenant", help="Tenant of the spans.  [default: the settings' tenant]")
+@click.option("--json", "as_json", is_flag=True, help="Print the counts as one JSON line.")
+def import_(
+    paths: tuple[Path, ...], workspace: Path | None, config: Path | None, tenant: str | None, as_json: bool
+) -> None:
+    """Append files (or folders) of OTLP spans to a workspace's log.
+
+    Reads OTLP/JSON (one request a line, or one document) and OTLP protobuf behind lengths, gzipped or not; the format
+    is found out. Importing again adds nothing. Exit code 3: some records were refused, the others are in.
+
+    \b
+    spanloop import spans.otlp.jsonl
+    spanloop import traces/ --workspace /var/lib/spanloop --json
+    """
+    from spanloop.collectors.batches import Intake
+    from spanloop.collectors.importers.otlp_files import Imported, import_files, span_files
+    from spanloop.collectors.redaction import Redactor, workspace_key
+    from spanloop.pipeline.log.sqlite import SqliteLog
+
+    settings = _settings(config, workspace, tenant)
+    files = span_files(list(paths))
+    settings.workspace.mkdir(mode=0o700, parents=True, exist_ok=True)
+    redactor = Redactor(settings.content, workspace_key(settings))
+    intake = Intake(redactor, settings.collector.max_attribute_bytes, keep_content=settings.content.training)
+    last = time.monotonic()
+
+    def progress(path: Path, so_far: Imported) -> None:
+        nonlocal last
+        if time.monotonic() - last >= 1.0:
+            last = time.monotonic()
+            click.echo(f"{path}: {so_far.spans} spans so far", err=True)
+
+    log = SqliteLog(settings.database)
+    try:
+        found = import_files(
+            files,
+            log,
+            intake,
+            tenant=settings.tenant,
+            max_nesting=settings.collector.max_nesting,
+            progress=progress,
+        )
+    finally:
+        log.close()
+    for reason in found.reasons:
+        click.echo(f"refused: {reason}", err=True)
+    if as_json:
+        counts = {k: getattr(found, k) for k in ("files", "spans", "events", "duplicates", "rejected")}
+        click.echo(json.dumps(counts))
+    else:
+        click.echo(
+            f"{found.spans} spans from {found.files} files: {found.events} new events, {found.duplicates} known "
+            f"already, {found.rejected} refused"
+        )
+    if found.rejected:
+        sys.exit(SchemaError.exit_code)
+
+
+@click.command()
+@click.option("--orchestration", help="Id of the orchestration that is scored.")
+@click.option("--trace", help="Or of a trace of it.")
+@click.option("--span", help="Or of a span.")
+@click.option("--response", help="Or of a model's response (the id in its answer).")
+@click.option("--value", required=True, type=float, help="The score; the outcome is usually between 0 and 1.")
+@click.option("--name", default="outcome", show_default=True, help="Channel; outcome is the team's reward.")
+@click.option("--label", default="", help="Short label, such as resolved.")
+@click.option("--comment", default="", help="Free text; kept only where the deployment keeps content.")
+@click.option("--id", "feedback_id", default="", help="Your own id; another value under it is a correction.")
+@click.option(
+    "--url", help="Collector, e.g. http://127.0.0.1:4318; without it the workspace's log is written."
+)
+@click.option("--key", envvar="SPANLOOP_KEY", help="Scorer's key for --url.  [env: SPANLOOP_KEY]")
+@_WORKSPACE
+@_CONFIG
+@click.option("--tenant", help="Tenant, when writing to a workspace.  [default: the settings' tenant]")
+def feedback(  # noqa: PLR0917 - one argument an option
+    orchestration: str | None, trace: str | None, span: str | None, response: str | None, value: float, name: str,
+    label: str, comment: str, feedback_id: str, url: str | None, key: str | None, workspace: Path | None,
+    config: Path | None, tenant: str | None,
+) -> None:  # fmt: skip
+    """Send an outcome for an orchestration, a trace, a span or a model's response.
+
+    \b
+    spanloop feedback --trace 0c9663e2c8bb0c690c352a978ee1cd91 --value 1
+    spanloop feedback --response chatcmpl-42 --value 0.2 --name helpful --url http://127.0.0.1:4318
+    spanloop feedback --orchestration ID --value 0 --id ticket-17 --comment "customer came back"
+    """
+    item: dict[str, Any] = {"value": value, "name": name, "label": label, "comment": comment}
+    targets = {"orchestration_id": orchestration, "trace_id": trace, "span_id": span, "response_id": response}
+    item |= {k: v for k, v in targets.items() if v is not None}
+    if feedback_id:
+        item["feedback_id"] = feedback_id
+    answer = _post(url, key, item) if url else _append(_settings(config, workspace, tenant), item)
+    if answer["rejected"]:
+        raise SchemaError("refused: " + "; ".join(r["reason"] for r in answer["rejected"]))
+    click.echo("known already" if answer["duplicates"] else "accepted")
+    for note in answer.get("notes", []):
+        click.echo(f"note: {note['note']}", err=True)
+
+
+def _append(settings: Settings, item: dict[str, Any]) -> dict[str, Any]:
+    from spanloop.collectors.feedback import parse_feedback
+    from spanloop.collectors.redaction import Redactor, workspace_key
+    from spanloop.pipeline.log.sqlite import SqliteLog
+    from spanloop.pipeline.ports import new_record
+
+    if not settings.database.exists():
+        raise ConfigError(
+            f"no log in {settings.workspace}: give --workspace, or --url of a running collector, or import spans first"
+        )
+    redactor = Redactor(settings.content, workspace_key(settings))
+    parsed = parse_feedback(
+        item, tenant=settings.tenant, scorer="local", now_ns=time.time_ns(), redactor=redactor
+    )
+    log = SqliteLog(settings.database)
+    try:
+        appended = log.append([new_record(event) for event in parsed.events])
+    finally:
+        log.close()
+    return {"rejected": parsed.rejected, "duplicates": sum(a.duplicate for a in appended)}
+
+
+def _post(url: str, key: str | None, item: dict[str, Any]) -> dict[str, Any]:
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url {url!r} is no http address; expected e.g. http://127.0.0.1:4318")
+    address = url.rstrip("/")
+    address = address if address.endswith("/v1/feedback") else f"{address}/v1/feedback"
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(address, json.dumps(item).encode(), headers)  # noqa: S310 - checked above
+    try:
+        with _opener(address).open(request, timeout=30) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as exc:
+        body = exc.read(65_536)
+        try:
+            found = json.loads(body)
+        except ValueError:
+            found = {}
+        if isinstance(found, dict) and found.get("rejected"):
+            return found | {"duplicates": 0}
+        message = found.get("message") if isinstance(found, dict) else None
+        kind = TransientError if exc.code in (408, 429, 502, 503, 504) else ConfigError
+        raise kind(f"{address} answered {exc.code}: {message or exc.reason}") from exc
+    except (OSError, ValueError) as exc:
+        raise TransientError(
+            f"cannot reach {address}: {exc}; is the collector running (spanloop up)?"
+        ) from exc
+
+
+def _opener(address: str) -> urllib.request.OpenerDirector:
+    """A proxy of the environment is for other hosts, never for this machine."""
+    host = urllib.parse.urlsplit(address).hostname or ""
+    local = host in {"localhost", "::1"} or host.startswith("127.")
+    return urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if local else []))
