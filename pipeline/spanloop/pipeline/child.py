@@ -85,7 +85,7 @@ def _die_with_parent() -> None:  # runs between fork and exec
 
 async def _exit_of(process: asyncio.subprocess.Process) -> int:
     """Exit status. ``process.wait`` would also wait for whoever inherited its pipes."""
-    while process.returncode is None:
+    while process.returncode is None:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
     return process.returncode
 
