@@ -22,10 +22,13 @@ _log = logging.getLogger(__name__)
 
 SHUTDOWN_S = 5.0
 """Requests in flight get this long to finish."""
+SWITCH_S = 0.0005
+"""A background thread holds the interpreter from the event loop for at most this long (Python's default: 5 ms)."""
 
 
 def serve(name: str, app: Any, host: str, port: int) -> None:
     """Serve an aiohttp application as process ``name`` and exit: 0 after a signal, else the error's exit code."""
+    sys.setswitchinterval(SWITCH_S)
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(message)s"
     )
