@@ -1,0 +1,232 @@
+"""The value stage: learns V from outcomes online and publishes versions on ``models``.
+
+Inputs: orchestrations (for the states they went through) and rewards (for what came of them). After every
+``settings.value_every`` new final outcomes it trains on a bounded memory of past orchestrations and publishes a version;
+that happens at the record that completes the count, so it does not depend on batching. Held-out orchestrations are never
+learned from: the gate stays honest. A corrected reward corrects the memory; a void one leaves it.
+Invariants: deterministic; restoring from the committed entries goes on exactly as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from spanloop.pipeline.credit.cast import cast_of
+from spanloop.pipeline.credit.estimates import visited_states
+from spanloop.pipeline.credit.value_model import ValueModel
+from spanloop.pipeline.credit.value_training import Example, ValueTrainer
+from spanloop.pipeline.ports import LogRecord, StageOutput
+from spanloop.pipeline.samples import is_holdout
+from spanloop.schemas import topics
+from spanloop.schemas.errors import SchemaError
+from spanloop.schemas.events import (
+    DeadLettered,
+    OrchestrationRevised,
+    RewardsComputed,
+    ValueModelPublished,
+    decode,
+)
+
+if TYPE_CHECKING:
+    from spanloop.schemas.settings import Pipeline
+
+__all__ = ["MEMORY", "PENDING_MAX", "ValueModel", "ValueStage", "dead_letter"]
+
+MEMORY = 2048
+"""Orchestrations remembered for training, a tenant."""
+PENDING_MAX = 20_000
+"""Orchestrations that wait for their reward, a tenant; the oldest is forgotten first."""
+
+
+def dead_letter(record: LogRecord, reason: str) -> DeadLettered:
+    """The dead letter of a record that a stage cannot read. Its bytes stay on the log, at the offset named."""
+    tenant = record.key.partition("/")[0] or "default"
+    return DeadLettered(
+        tenant=tenant,
+        source=record.topic,
+        reason=reason,
+        sha256=hashlib.sha256(record.value).hexdigest(),
+        size=len(record.value),
+        details={"offset": record.offset},
+    )
+
+
+class _Counters(msgspec.Struct):
+    new: int = 0
+    """Final outcomes since the last version."""
+    total: int = 0
+    next_slot: int = 0
+    sequence: int = 0
+
+
+class _Waiting(msgspec.Struct, frozen=True, array_like=True):
+    sequence: int
+    states: tuple[tuple[int, ...], ...]
+
+
+class _Remembered(msgspec.Struct, frozen=True, array_like=True):
+    orchestration_id: str
+    states: tuple[tuple[int, ...], ...]
+    reward: int
+
+
+_pack = msgspec.msgpack.encode
+
+
+class _Tenant:
+    """What one tenant's value model has seen."""
+
+    def __init__(self, rows_max: int) -> None:
+        self.trainer = ValueTrainer.fresh(rows_max)
+        self.counters = _Counters()
+        self.waiting: dict[str, _Waiting] = {}
+        self.memory: dict[int, _Remembered] = {}
+        self.slots: dict[str, int] = {}
+
+
+class ValueStage:
+    """``Stage`` that publishes value models; see the module."""
+
+    name = "value"
+    topics = (topics.ORCHESTRATIONS, topics.REWARDS)
+
+    def __init__(self, settings: Pipeline) -> None:
+        self._settings = settings
+        self._tenants: dict[str, _Tenant] = {}
+        self._writes: dict[str, bytes | None] = {}
+
+    def restore(self, entries: Mapping[str, bytes]) -> None:
+        """Become the committed state."""
+        self._tenants = {}
+        self._writes = {}
+        for key in sorted(entries):
+            kind, _, rest = key.partition("/")
+            name, _, tail = rest.partition("/")
+            tenant = self._tenant(name)
+            if kind == "trainer":
+                tenant.trainer = ValueTrainer.from_dict(msgspec.msgpack.decode(entries[key]))
+            elif kind == "counters":
+                tenant.counters = msgspec.msgpack.decode(entries[key], type=_Counters)
+            elif kind == "waiting":
+                tenant.waiting[tail] = msgspec.msgpack.decode(entries[key], type=_Waiting)
+            elif kind == "memory":
+                item = msgspec.msgpack.decode(entries[key], type=_Remembered)
+                tenant.memory[int(tail)] = item
+                tenant.slots[item.orchestration_id] = int(tail)
+        for tenant in self._tenants.values():
+            tenant.waiting = dict(sorted(tenant.waiting.items(), key=lambda pair: pair[1].sequence))
+
+    def process(self, records: Iterable[LogRecord], now_ns: int) -> StageOutput:
+        """Fold records; publishes at the record that completes a count."""
+        events: list[Any] = []
+        for record in records:
+            try:
+                event = decode(record.value)
+            except SchemaError as exc:
+                events.append(dead_letter(record, exc.message))
+                continue
+            if isinstance(event, OrchestrationRevised):
+                self._on_orchestration(event)
+            elif isinstance(event, RewardsComputed):
+                events += self._on_rewards(event)
+        writes, self._writes = self._writes, {}
+        return StageOutput(events=events, writes=writes)
+
+    def tick(self, now_ns: int) -> StageOutput:
+        """No timers."""
+        return StageOutput()
+
+    def next_timer_ns(self) -> int | None:
+        """No timers."""
+        return None
+
+    def _tenant(self, name: str) -> _Tenant:
+        if name not in self._tenants:
+            self._tenants[name] = _Tenant(self._settings.value_features)
+        return self._tenants[name]
+
+    def _on_orchestration(self, event: OrchestrationRevised) -> None:
+        name, oid = event.tenant, event.orchestration_id
+        if is_holdout(oid, self._settings.holdout):
+            return
+        tenant = self._tenant(name)
+        if event.content is None:
+            if tenant.waiting.pop(oid, None) is not None:
+                self._writes[f"waiting/{name}/{oid}"] = None
+            return
+        states = tuple(visited_states(cast_of(event.content)))
+        slot = tenant.slots.get(oid)
+        if slot is not None:
+            self._remember(name, tenant, slot, _Remembered(oid, states, tenant.memory[slot].reward))
+            return
+        tenant.waiting.pop(oid, None)
+        tenant.counters.sequence += 1
+        tenant.waiting[oid] = _Waiting(tenant.counters.sequence, states)
+        self._writes[f"waiting/{name}/{oid}"] = _pack(tenant.waiting[oid])
+        self._writes[f"counters/{name}"] = _pack(tenant.counters)
+        if len(tenant.waiting) > PENDING_MAX:
+            oldest = next(iter(tenant.waiting))
+            del tenant.waiting[oldest]
+            self._writes[f"waiting/{name}/{oldest}"] = None
+
+    def _remember(self, name: str, tenant: _Tenant, slot: int, item: _Remembered) -> None:
+        tenant.memory[slot] = item
+        tenant.slots[item.orchestration_id] = slot
+        self._writes[f"memory/{name}/{slot}"] = _pack(item)
+
+    def _on_rewards(self, event: RewardsComputed) -> list[ValueModelPublished]:
+        name, oid = event.tenant, event.orchestration_id
+        if is_holdout(oid, self._settings.holdout):
+            return []
+        tenant = self._tenant(name)
+        slot = tenant.slots.get(oid)
+        if event.team is None:
+            if slot is not None:
+                del tenant.memory[slot], tenant.slots[oid]
+                self._writes[f"memory/{name}/{slot}"] = None
+            return []
+        if slot is not None:
+            old = tenant.memory[slot]
+            self._remember(name, tenant, slot, _Remembered(oid, old.states, event.team))
+            return []
+        if event.status not in {"final", "corrected"}:
+            return []
+        waiting = tenant.waiting.pop(oid, None)
+        if waiting is None:
+            return []
+        self._writes[f"waiting/{name}/{oid}"] = None
+        counters = tenant.counters
+        slot = counters.next_slot
+        counters.next_slot = (slot + 1) % MEMORY
+        evicted = tenant.memory.get(slot)
+        if evicted is not None:
+            del tenant.slots[evicted.orchestration_id]
+        self._remember(name, tenant, slot, _Remembered(oid, waiting.states, event.team))
+        counters.new += 1
+        counters.total += 1
+        published = self._publish(name, tenant) if counters.new >= self._settings.value_every else []
+        self._writes[f"counters/{name}"] = _pack(counters)
+        return published
+
+    def _publish(self, name: str, tenant: _Tenant) -> list[ValueModelPublished]:
+        tenant.counters.new = 0
+        examples: list[Example] = [
+            (item.states, item.reward) for _, item in sorted(tenant.memory.items()) if item.states
+        ]
+        tenant.trainer.update(examples)
+        self._writes[f"trainer/{name}"] = _pack(tenant.trainer.to_dict())
+        version = f"value@v{tenant.trainer.updates}"
+        model = tenant.trainer.model
+        return [
+            ValueModelPublished(
+                tenant=name,
+                version=version,
+                kind=model.kind,
+                trained_on=tenant.counters.total,
+                parameters=model.to_dict(),
+            )
+        ]

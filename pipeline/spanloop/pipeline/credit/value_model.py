@@ -1,0 +1,155 @@
+"""A value model: V(state) of a bag of feature ids, as a small ensemble of perceptrons in numpy.
+
+Place in the flow: ``ValueStage`` trains it and publishes versions on ``models``; ``SignalStage`` asks it for the values that the
+ledger differences. Predictions must not depend on what else is in a batch (stream == batch), so they are computed in float64
+on blocks of one fixed size.
+Invariants: deterministic (seeded by nothing but its arguments); feature ids get rows in the order in which training first sees
+them, up to ``rows_max``, later ones share rows; ids never seen in training add nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spanloop.schemas.canonical import MICRO
+from spanloop.schemas.errors import SchemaError
+
+__all__ = ["ValueModel", "pack_array", "unpack_array"]
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+BLOCK = 256
+"""Rows of one matrix product in ``predict``; a constant, because BLAS may sum differently for other shapes."""
+VALUE_LIMIT = 1e6
+KIND = "bag_mlp/1"
+
+
+def pack_array(array: NDArray[Any]) -> dict[str, Any]:
+    """A float32 array as JSON: shape and base64 of its little-endian bytes."""
+    data = np.ascontiguousarray(array, dtype="<f4")
+    return {"shape": list(data.shape), "data": base64.b64encode(data.tobytes()).decode("ascii")}
+
+
+def unpack_array(packed: Mapping[str, Any]) -> Floats:
+    """The array of ``pack_array``; raises SchemaError when its bytes do not fit its shape or are not finite."""
+    try:
+        flat = np.frombuffer(base64.b64decode(packed["data"], validate=True), dtype="<f4")
+        array = flat.reshape(tuple(packed["shape"])).astype(np.float64)
+    except (KeyError, TypeError, ValueError) as exc:
+        raise SchemaError(f"not a packed array: {exc}") from exc
+    if not np.isfinite(array).all():
+        raise SchemaError("a packed array has values that are not finite")
+    return array
+
+
+class ValueModel:
+    """An ensemble of K perceptrons with two hidden layers of width H over a bag of features."""
+
+    kind = KIND
+
+    def __init__(self, rows: dict[int, int], rows_max: int, weights: list[Floats]) -> None:
+        self.rows = rows
+        """Row of the embedding by feature id."""
+        self.rows_max = rows_max
+        self.weights = weights
+        """Embedding (K, rows, H), bias (K, 1, H), (K, H, H), (K, 1, H), (K, H, 1), (K, 1, 1)."""
+
+    @staticmethod
+    def fresh(rows_max: int, members: int = 4, width: int = 64, seed: int = 0) -> ValueModel:
+        """An untrained model without features; its value of anything is 0."""
+        rng = np.random.default_rng(seed)
+
+        def hidden(shape: tuple[int, ...], fan_in: int) -> Floats:
+            return rng.normal(0.0, fan_in**-0.5, shape).astype(np.float32).astype(np.float64)
+
+        k, h = members, width
+        weights = [
+            np.zeros((k, 0, h)),
+            np.zeros((k, 1, h)),
+            hidden((k, h, h), h),
+            np.zeros((k, 1, h)),
+            np.zeros((k, h, 1)),
+            np.zeros((k, 1, 1)),
+        ]
+        return ValueModel({}, rows_max, weights)
+
+    def add_features(self, states: Iterable[Sequence[int]]) -> int:
+        """Give rows to the new feature ids of ``states``; returns how many there were."""
+        new: list[int] = []
+        for state in states:
+            for feature in state:
+                if feature not in self.rows and len(self.rows) < self.rows_max:
+                    self.rows[feature] = len(self.rows)
+                    new.append(feature)
+        if new:
+            k, have, h = self.weights[0].shape
+            added = np.empty((k, len(new), h))
+            for i, feature in enumerate(new):
+                rng = np.random.default_rng(feature & 0xFFFF_FFFF_FFFF)
+                added[:, i] = rng.normal(0.0, 0.25, (k, h))
+            self.weights[0] = np.concatenate([self.weights[0], added.astype(np.float32)], axis=1)
+            assert have + len(new) == len(self.rows)  # noqa: S101
+        return len(new)
+
+    def rows_of(self, state: Sequence[int]) -> list[int]:
+        """Embedding rows of a state; ids beyond ``rows_max`` share the rows that there are."""
+        rows, full = self.rows, len(self.rows) >= self.rows_max
+        return [rows.get(f, f % self.rows_max if full else -1) for f in state]
+
+    def predict(self, features: Sequence[Sequence[int]]) -> Floats:
+        """V of each state, in units of reward; shape (states,). Independent of the other states of the call."""
+        table, b1, w2, b2, w3, b3 = self.weights
+        k, have, h = table.shape
+        flat = np.concatenate([table.transpose(1, 0, 2).reshape(have, k * h), np.zeros((1, k * h))])
+        out = np.empty(len(features))
+        for start in range(0, len(features), BLOCK):
+            block = features[start : start + BLOCK]
+            index: list[int] = []
+            starts: list[int] = []
+            for state in block:
+                starts.append(len(index))
+                index += self.rows_of(state)
+                index.append(-1)
+            bags = np.zeros((BLOCK, k * h))
+            bags[: len(block)] = np.add.reduceat(flat[index], starts, axis=0)
+            hidden = np.maximum(bags.reshape(BLOCK, k, h).transpose(1, 0, 2) + b1, 0.0)
+            hidden = np.maximum(np.matmul(hidden, w2) + b2, 0.0)
+            values = (np.matmul(hidden, w3) + b3)[..., 0].mean(axis=0)
+            out[start : start + len(block)] = values[: len(block)]
+        return np.clip(out, -VALUE_LIMIT, VALUE_LIMIT)
+
+    def predict_micro(self, features: Sequence[Sequence[int]]) -> list[int]:
+        """V of each state in integer micro-units."""
+        return [int(value) for value in np.rint(self.predict(features) * MICRO)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON of the model; ``from_dict`` of it predicts the same numbers bit for bit (weights are float32)."""
+        return {
+            "kind": self.kind,
+            "rows_max": self.rows_max,
+            "features": sorted(self.rows, key=self.rows.__getitem__),
+            "weights": [pack_array(weight) for weight in self.weights],
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> ValueModel:
+        """A model from its JSON; raises SchemaError when it is of another kind or malformed."""
+        if data.get("kind") != KIND:
+            raise SchemaError(f"value model of kind {data.get('kind')!r}; this build knows {KIND!r}")
+        try:
+            rows = {int(feature): i for i, feature in enumerate(data["features"])}
+            weights = [unpack_array(packed) for packed in data["weights"]]
+            k, have, h = weights[0].shape
+            shapes = [(k, have, h), (k, 1, h), (k, h, h), (k, 1, h), (k, h, 1), (k, 1, 1)]
+            rows_max = int(data["rows_max"])
+        except (KeyError, TypeError, ValueError, IndexError) as exc:
+            raise SchemaError(f"not a value model: {exc}") from exc
+        if [weight.shape for weight in weights] != shapes or have != len(rows):
+            raise SchemaError(f"a value model's weights have shapes {[w.shape for w in weights]}")
+        return ValueModel(rows, rows_max, weights)

@@ -1,0 +1,352 @@
+"""The signal stage: orchestrations + feedback + value models -> rewards, credit, samples.
+
+For each orchestration it keeps the last content and all feedback on it, and recomputes from these two alone whenever one of them
+changes; an output is written only when its content changed. Feedback may come long before or after the orchestration, and to
+any of its names (orchestration, trace, span, response): it waits under its target for up to the retention and is then
+dead-lettered. When two orchestrations merge, what was derived from the lost id is void and its feedback follows.
+
+The version of the value model: the newest on ``models`` at the record with which the orchestration's reward first became final; it is
+kept for all later revisions and recorded on the credit. It does not depend on how records were batched.
+Invariants: the content of the last outputs is a function of (last content, set of feedback, recorded version); at most
+``HELD_MAX`` orchestrations are held, the longest untouched go first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from spanloop.pipeline.credit.asking import Asking
+from spanloop.pipeline.credit.cast import Cast, cast_of
+from spanloop.pipeline.credit.estimates import Estimates, estimate
+from spanloop.pipeline.credit.ledger import Ledger, ledger_of
+from spanloop.pipeline.credit.value import dead_letter
+from spanloop.pipeline.credit.value_model import ValueModel
+from spanloop.pipeline.held import Held, Store
+from spanloop.pipeline.ports import LogRecord, StageOutput
+from spanloop.pipeline.rewards.compose import Composite, RewardTerms, compose
+from spanloop.pipeline.rewards.outcome import is_usable
+from spanloop.pipeline.samples import build_samples
+from spanloop.schemas import topics
+from spanloop.schemas.canonical import content_hash
+from spanloop.schemas.errors import SchemaError
+from spanloop.schemas.events import (
+    CreditAssigned,
+    Event,
+    FeedbackReceived,
+    OrchestrationRevised,
+    RewardsComputed,
+    SamplesBuilt,
+    ValueModelPublished,
+    decode,
+)
+from spanloop.schemas.orchestration import OrchestrationContent
+
+if TYPE_CHECKING:
+    from spanloop.schemas.settings import Pipeline
+
+__all__ = ["NO_MODEL", "Signal", "SignalStage", "derive"]
+
+NO_MODEL = "none"
+"""Version recorded where no value model existed."""
+_FINAL = frozenset({"final", "corrected"})
+
+
+class Signal(msgspec.Struct, frozen=True):
+    """Everything derived from one orchestration."""
+
+    rewards: RewardsComputed
+    credit: CreditAssigned | None
+    samples: SamplesBuilt | None
+    """Only of complete orchestrations with a final reward."""
+
+
+class _Draft(msgspec.Struct):
+    """An orchestration on its way through ``derive``."""
+
+    content: OrchestrationContent
+    composite: Composite
+    version: str
+    cast: Cast | None = None
+    estimates: Estimates | None = None
+
+
+def derive(
+    content: OrchestrationContent,
+    feedback: Iterable[FeedbackReceived],
+    *,
+    complete: bool,
+    settings: Pipeline,
+    version: str = NO_MODEL,
+    model: ValueModel | None = None,
+) -> Signal:
+    """Rewards, credit and samples of one orchestration, revision 1: the batch form of the stage.
+
+    Args:
+        content: What happened.
+        feedback: All feedback on it, in any order.
+        complete: Whether the orchestration is complete.
+        settings: Weights, holdout, kind of credit.
+        version: The value model's version to record.
+        model: That model; None for ``NO_MODEL``.
+    """
+    composite = compose(content, list(feedback), complete=complete, terms=RewardTerms.of(settings))
+    draft = _Draft(content, composite, version)
+    _estimate([draft], {version: Asking(model)} if model is not None else {})
+    return _finish(draft, complete, settings)
+
+
+def _estimate(drafts: list[_Draft], models: Mapping[str, Asking]) -> None:
+    """Fill in casts and estimates; one prediction a model for all drafts."""
+    credited = [draft for draft in drafts if draft.composite.team is not None]
+    incomplete: list[_Draft] = []
+    for asking in models.values():
+        asking.make_room()
+    for draft in credited:
+        draft.cast = cast_of(draft.content)
+        asking = models.get(draft.version)
+        before = asking.misses if asking else 0
+        draft.estimates = estimate(draft.cast, draft.composite.team or 0, asking)
+        if asking is not None and asking.misses > before:
+            incomplete.append(draft)
+    for asking in models.values():
+        asking.answer()
+    for draft in incomplete:
+        if draft.cast is not None:
+            draft.estimates = estimate(draft.cast, draft.composite.team or 0, models[draft.version])
+
+
+def _finish(draft: _Draft, complete: bool, settings: Pipeline) -> Signal:
+    content, composite = draft.content, draft.composite
+    rewards = RewardsComputed(
+        tenant=content.tenant,
+        orchestration_id=content.orchestration_id,
+        revision=1,
+        orchestration_revision=1,
+        rewards=composite.rewards,
+        team=composite.team,
+        status=composite.status,
+    )
+    if draft.cast is None or draft.estimates is None or composite.team is None:
+        return Signal(rewards, None, None)
+    ledger = ledger_of(draft.cast, draft.estimates, composite.team)
+    credit = CreditAssigned(
+        tenant=content.tenant,
+        orchestration_id=content.orchestration_id,
+        revision=1,
+        orchestration_revision=1,
+        reward=ledger.reward,
+        baseline=ledger.baseline,
+        value_model=draft.version,
+        nodes=ledger.nodes,
+    )
+    samples = None
+    if complete and composite.status in _FINAL:
+        samples = _samples(content, ledger, draft.version, settings)
+    return Signal(rewards, credit, samples)
+
+
+def _samples(content: OrchestrationContent, ledger: Ledger, version: str, settings: Pipeline) -> SamplesBuilt:
+    return build_samples(
+        content,
+        ledger,
+        revision=1,
+        value_model=version,
+        holdout=settings.holdout,
+        credit=settings.credit,
+    )
+
+
+class SignalStage:
+    """``Stage`` that turns orchestrations and feedback into rewards, credit and samples; see the module."""
+
+    name = "signal"
+    topics = (topics.ORCHESTRATIONS, topics.FEEDBACK, topics.MODELS)
+
+    def __init__(self, settings: Pipeline) -> None:
+        self._settings = settings
+        self._terms = RewardTerms.of(settings)
+        self._store = Store(int(settings.retention_s * 1e9))
+        self._asking: dict[str, Asking] = {}
+        self._contents: dict[str, OrchestrationContent] = {}
+
+    def restore(self, entries: Mapping[str, bytes]) -> None:
+        """Become the committed state."""
+        self._store = Store(int(self._settings.retention_s * 1e9))
+        self._store.restore(entries)
+        self._asking = {}
+
+    def process(self, records: Iterable[LogRecord], now_ns: int) -> StageOutput:
+        """Fold records in order, then derive once for each orchestration that they touched."""
+        events: list[Event] = []
+        dirty: dict[str, None] = {}
+        self._contents = {}
+        for record in records:
+            try:
+                event = decode(record.value)
+                touched = self._apply(event, now_ns)
+            except SchemaError as exc:
+                events.append(dead_letter(record, exc.message))
+                continue
+            for key in touched:
+                dirty.pop(key, None)
+                dirty[key] = None
+        events += self._derive(list(dirty))
+        events += self._store.evict(now_ns)
+        self._forget_models()
+        return StageOutput(events=events, writes=self._store.take_writes())
+
+    def tick(self, now_ns: int) -> StageOutput:
+        """Forget what is older than the retention; feedback without a target becomes dead letters."""
+        events: list[Event] = [*self._store.evict(now_ns)]
+        self._forget_models()
+        return StageOutput(events=events, writes=self._store.take_writes())
+
+    def next_timer_ns(self) -> int | None:
+        """When the first thing held is older than the retention."""
+        return self._store.next_eviction_ns()
+
+    def _apply(self, event: Event, now_ns: int) -> list[str]:
+        """Take in one event; returns the keys of the orchestrations that it touches."""
+        if isinstance(event, OrchestrationRevised):
+            touched = self._store.put_orchestration(event, now_ns)
+            if event.content is not None and touched:
+                self._contents[touched[0]] = event.content
+        elif isinstance(event, FeedbackReceived):
+            if not is_usable(event.value):
+                raise SchemaError(f"feedback {event.feedback_id}: value {event.value!r} is not a finite number in range")
+            touched = self._store.put_feedback(event, now_ns)
+        elif isinstance(event, ValueModelPublished):
+            ValueModel.from_dict(event.parameters)
+            self._store.put_model(event)
+            touched = []
+        else:
+            touched = []
+        for key in touched:
+            self._store.choose_version(key, self._is_final(key))
+        return touched
+
+    def _is_final(self, key: str) -> bool:
+        held = self._store.held[key]
+        if not held.complete or held.merged_into:
+            return False
+        counted = self._store.latest_outcomes(key)
+        return bool(counted) and all(item.final for item in counted)
+
+    def _derive(self, keys: list[str]) -> list[Event]:
+        drafts: dict[str, _Draft] = {}
+        for key in keys:
+            held = self._store.held.get(key)
+            if held is None or held.merged_into:
+                continue
+            content = self._contents.get(key) or self._store.content(key)
+            composite = compose(
+                content, self._store.feedback_on(key), complete=held.complete, terms=self._terms
+            )
+            drafts[key] = _Draft(content, composite, held.value_model or NO_MODEL)
+        versions = {(draft.content.tenant, draft.version) for draft in drafts.values()}
+        by_tenant: dict[str, list[_Draft]] = {}
+        for draft in drafts.values():
+            by_tenant.setdefault(draft.content.tenant, []).append(draft)
+        for tenant, items in sorted(by_tenant.items()):
+            wanted = sorted(v for t, v in versions if t == tenant and v != NO_MODEL)
+            _estimate(items, {v: self._ask(tenant, v) for v in wanted})
+        events: list[Event] = []
+        for key in keys:
+            held = self._store.held.get(key)
+            if held is None:
+                continue
+            draft = drafts.get(key)
+            signal = _finish(draft, held.complete, self._settings) if draft else _void(held)
+            events += self._emit(held, signal)
+        return events
+
+    def _emit(self, held: Held, signal: Signal) -> list[Event]:
+        """Outputs whose content changed, under the orchestration's next revision."""
+        if held.merged_into and not held.revision:
+            return []
+        hashes = [content_hash(part) if part is not None else "" for part in (signal.rewards, signal.credit)]
+        samples = signal.samples
+        if signal.rewards.team is None and held.samples_hash:
+            samples = _void_samples(held)
+        sample_hash = content_hash(samples) if samples is not None else held.samples_hash
+        credit = signal.credit
+        if held.credit_hash and credit is None:
+            credit = _void_credit(held)
+            hashes[1] = ""
+        if hashes == [held.rewards_hash, held.credit_hash] and sample_hash == held.samples_hash:
+            return []
+        numbers = {"revision": held.revision + 1}
+        both = {**numbers, "orchestration_revision": held.orchestration_revision}
+        events: list[Event] = [msgspec.structs.replace(signal.rewards, **both)]
+        if credit is not None:
+            events.append(msgspec.structs.replace(credit, **both))
+        if samples is not None and sample_hash != held.samples_hash:
+            events.append(msgspec.structs.replace(samples, **numbers))
+        self._store.replace(
+            msgspec.structs.replace(
+                held,
+                revision=held.revision + 1,
+                rewards_hash=hashes[0],
+                credit_hash=hashes[1],
+                samples_hash=sample_hash,
+            )
+        )
+        return events
+
+    def _ask(self, tenant: str, version: str) -> Asking:
+        name = f"{tenant}/{version}"
+        if name not in self._asking:
+            self._asking[name] = Asking(ValueModel.from_dict(self._store.model(name).parameters))
+        return self._asking[name]
+
+    def _forget_models(self) -> None:
+        """Keep decoded only the versions in recent use: the newest of each tenant and few others."""
+        for name in list(self._asking)[:-8]:
+            if name not in self._store.newest_names():
+                del self._asking[name]
+
+
+def _void(held: Held) -> Signal:
+    """What is left of an orchestration whose id was lost in a merge."""
+    rewards = RewardsComputed(
+        tenant=held.tenant,
+        orchestration_id=held.orchestration_id,
+        revision=1,
+        orchestration_revision=1,
+        rewards=(),
+        team=None,
+        status="missing",
+    )
+    return Signal(rewards, None, None)
+
+
+def _void_credit(held: Held) -> CreditAssigned:
+    return CreditAssigned(
+        tenant=held.tenant,
+        orchestration_id=held.orchestration_id,
+        revision=1,
+        orchestration_revision=1,
+        reward=0,
+        baseline=0,
+        value_model=held.value_model or NO_MODEL,
+        nodes=(),
+    )
+
+
+def _void_samples(held: Held) -> SamplesBuilt:
+    return SamplesBuilt(
+        tenant=held.tenant,
+        orchestration_id=held.orchestration_id,
+        revision=1,
+        group=held.orchestration_id,
+        harness="",
+        reward=0,
+        baseline=0,
+        value_model=held.value_model or NO_MODEL,
+        holdout=False,
+        rows=(),
+        excluded={"void": 1},
+    )
