@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,39 +11,192 @@ import click
 import msgspec
 
 from spanloop.pipeline.assembly.batch import assemble_spans
-from spanloop.schemas.errors import SchemaError
-from spanloop.schemas.orchestration import OrchestrationContent, OrchestrationEvent
+from spanloop.pipeline.assembly.report import aligned, orchestration_line, orchestration_table, trace_row
+from spanloop.pipeline.assembly.survey import SurveyTrace, from_survey, is_survey, survey_of, to_survey
+from spanloop.schemas import topics
+from spanloop.schemas.canonical import decode_json
+from spanloop.schemas.errors import ConfigError, SchemaError
+from spanloop.schemas.events import OrchestrationRevised, RewardsComputed, decode
+from spanloop.schemas.orchestration import OrchestrationContent
+from spanloop.schemas.settings import load_settings
 from spanloop.schemas.spans import Span
 
-__all__ = ["assemble"]
+__all__ = ["assemble", "traces"]
+
+_PEEK = 64 * 2**10
+_SURVEY_BYTES = 256 * 2**20
+_REASONS = 5
+_json = msgspec.json.Encoder().encode
+
+_form = [
+    click.option("--ndjson", "form", flag_value="ndjson", help="One JSON object a line (default into a pipe)."),
+    click.option("--json", "form", flag_value="json", help="One JSON array."),
+    click.option("--table", "form", flag_value="table", help="For reading (default on a terminal)."),
+]
 
 
-def orchestration_line(content: OrchestrationContent, revision: int = 1) -> dict[str, Any]:
-    """An orchestration as ``assemble`` prints it; times in seconds."""
-    return {
-        "orchestration_id": content.orchestration_id,
-        "revision": revision,
-        "events": [_event(event) for event in content.events],
-        "edges": [msgspec.to_builtins(edge) for edge in content.edges],
-        "agents": [msgspec.to_builtins(agent) for agent in content.agents],
-        "tokens": {name: getattr(content.tokens, name) for name in content.tokens.__struct_fields__},
-        "traces": list(content.trace_ids),
-        "flags": list(content.flags),
-    }
-
-
-def _event(event: OrchestrationEvent) -> dict[str, Any]:
-    fields = msgspec.to_builtins(event)
-    fields["t"] = fields.pop("t_ns") / 1e9
-    return fields
+def _forms(command: Any) -> Any:
+    for option in reversed(_form):
+        command = option(command)
+    return command
 
 
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--ndjson", "form", flag_value="ndjson")
-def assemble(path: Path, form: str) -> None:
+@_forms
+@click.option(
+    "--format",
+    "shape",
+    type=click.Choice(["spanloop", "survey"]),
+    default="spanloop",
+    show_default=True,
+    help="survey: the orchestration-trace format of the LLM multi-agent RL survey, with empty rewards.",
+)
+@click.option("--tenant", default="default", show_default=True, help="Tenant that the ids are made for.")
+def assemble(path: Path, form: str | None, shape: str, tenant: str) -> None:
+    """Turn a file of spans into orchestration traces, one a line.
+
+    PATH holds OTLP/JSON (one request a line, or one document) or OTLP protobuf requests behind lengths, also gzipped, or
+    a trace in the survey's format; the bytes tell which. Spans that cannot be read are counted on stderr, the others
+    are assembled; the exit code is then 3.
+
+    \b
+    spanloop assemble spans.otlp.jsonl
+    spanloop assemble spans.otlp.jsonl --ndjson | jq '.events[].type'
+    spanloop assemble spans.otlp.jsonl --format survey --json > traces.json
+    """
+    surveys = _read_surveys(path, tenant)
+    if surveys is not None:
+        found, rejected = surveys, []
+    else:
+        spans, rejected = _read_spans(path)
+        found = assemble_spans(spans, tenant)
+    _print_all(found, form or ("table" if sys.stdout.isatty() else "ndjson"), shape)
+    if rejected:
+        click.echo(f"{len(rejected)} spans or records could not be read and were left out:", err=True)
+        for reason in rejected[:_REASONS]:
+            click.echo(f"  {reason}", err=True)
+        if len(rejected) > _REASONS:
+            click.echo(f"  and {len(rejected) - _REASONS} more", err=True)
+        sys.exit(3)
+
+
+def _read_spans(path: Path) -> tuple[list[Span], list[str]]:
     from spanloop.pipeline.otlp.files import read_spans
-    spans=[]
-    for b in read_spans(path): spans.extend(b.spans)
-    for c in assemble_spans(spans,"default"):
-        click.echo(json.dumps(orchestration_line(c)))
+
+    spans: list[Span] = []
+    rejected: list[str] = []
+    for batch in read_spans(path):
+        spans.extend(batch.spans)
+        rejected.extend(item.reason for item in batch.rejected)
+    return spans, rejected
+
+
+def _read_surveys(path: Path, tenant: str) -> list[SurveyTrace] | None:
+    """Survey traces of a file: one document, a list of them, or one a line; None when it holds something else."""
+    try:
+        with path.open("rb") as handle:
+            head = handle.read(_PEEK)
+            if head.lstrip()[:1] not in (b"{", b"[") or b'"resourceSpans"' in head or b'"events"' not in head:
+                return None
+            body = head + handle.read(_SURVEY_BYTES)
+    except OSError as exc:
+        raise ConfigError(f"cannot read {path}: {exc.strerror or exc}") from exc
+    try:
+        document = decode_json(body)
+        documents = document if isinstance(document, list) else [document]
+    except SchemaError:
+        try:
+            documents = msgspec.json.Decoder().decode_lines(body)
+        except msgspec.DecodeError:
+            return None
+    if not documents or not all(is_survey(item) for item in documents):
+        return None
+    try:
+        return [from_survey(item, tenant) for item in documents]
+    except SchemaError as exc:
+        raise SchemaError(f"{path} is not a valid survey trace: {exc.message}") from exc
+
+
+def _print_all(found: Iterable[OrchestrationContent | SurveyTrace], form: str, shape: str) -> None:
+    if form == "table" and shape == "spanloop":
+        for item in found:
+            content = item.content if isinstance(item, SurveyTrace) else item
+            click.echo("\n".join(orchestration_table(content)))
+        return
+    _print_objects((o for item in found if (o := _object(item, shape)) is not None), form)
+
+
+def _object(item: OrchestrationContent | SurveyTrace, shape: str) -> dict[str, Any] | None:
+    if shape != "survey":
+        return orchestration_line(item.content if isinstance(item, SurveyTrace) else item)
+    if isinstance(item, SurveyTrace):
+        return to_survey(item)
+    if not item.events:
+        click.echo(f"left out {item.orchestration_id}: the survey's format needs at least one event", err=True)
+        return None
+    return to_survey(survey_of(item))
+
+
+def _print_objects(objects: Iterable[dict[str, Any]], form: str) -> None:
+    out = click.get_binary_stream("stdout")
+    if form == "json":
+        out.write(b"[")
+        for number, item in enumerate(objects):
+            out.write((b",\n" if number else b"") + _json(item))
+        out.write(b"]\n")
+        return
+    for item in objects:
+        out.write(_json(item) + b"\n")
+
+
+@click.command()
+@click.option("--workspace", type=click.Path(path_type=Path), help="Folder of the workspace. Default: the settings' one.")  # fmt: skip
+@_forms
+@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="Newest so many.")
+def traces(workspace: Path | None, form: str | None, limit: int) -> None:
+    """List the orchestrations of a workspace, newest first: last revision, agents, tokens, reward, policy versions.
+
+    \b
+    spanloop traces --workspace .spanloop --limit 5
+    spanloop traces --ndjson | jq 'select(.reward == null)'
+    """
+    folder = workspace or load_settings().workspace
+    rows = sorted(_rows(folder / "spanloop.db"), key=lambda row: (-row["started_ns"], row["orchestration_id"]))
+    form = form or ("table" if sys.stdout.isatty() else "ndjson")
+    if form != "table":
+        _print_objects(rows[:limit], form)
+        return
+    cells = [
+        (r["orchestration_id"], r["revision"], "" if r["complete"] else "provisional", " ".join(r["agents"][:6]), r["events"],
+         r["tokens"], r["reward"], r["reward_status"], " ".join(r["policy_versions"]))
+        for r in rows[:limit]
+    ]  # fmt: skip
+    names = ("orchestration", "rev", "state", "agents", "events", "tokens", "reward", "", "policy")
+    click.echo("\n".join(aligned(names, cells)))
+    click.echo(f"({min(limit, len(rows))} of {len(rows)} orchestrations)")
+
+
+def _rows(database: Path) -> Iterator[dict[str, Any]]:
+    """One row for each orchestration that was not merged into another, from its last revision."""
+    from spanloop.pipeline.log.scan import scan
+    from spanloop.pipeline.log.sqlite import SqliteLog
+
+    log = SqliteLog(database, create=False)
+    rewards: dict[tuple[str, str], RewardsComputed] = {}
+    last: dict[tuple[str, str], OrchestrationRevised] = {}
+    try:
+        for record in scan(log, (topics.REWARDS, topics.ORCHESTRATIONS)):
+            try:
+                event = decode(record.value)
+            except SchemaError:
+                continue
+            if isinstance(event, RewardsComputed):
+                rewards[(event.tenant, event.orchestration_id)] = event
+            elif isinstance(event, OrchestrationRevised):
+                last[(event.tenant, event.orchestration_id)] = event
+    finally:
+        log.close()
+    for key, revised in last.items():
+        if revised.content is not None:
+            yield trace_row(revised, rewards.get(key))

@@ -1,0 +1,280 @@
+"""The assembly stage: SpansReceived in, OrchestrationRevised out.
+
+State entries, written only where something changed: ``o/`` versions of spans as they came (append only, a batch each),
+``c/`` one a component (when it is due, what was published), ``f/`` one a trace that was forgotten, so that a span later than
+the retention is refused instead of starting its orchestration anew. The union-find and all buffers are rebuilt from
+``o/`` by the same code that built them, so a restored stage goes on exactly as the old one would have.
+
+A component is due ``quiet_s`` after its last new span when it is complete, else ``timeout_s`` after it; published, it is kept
+for ``retention_s`` and at most ``orchestrations_max`` together, then forgotten.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from spanloop.pipeline.assembly.join import Component, Emitted, Joiner
+from spanloop.pipeline.assembly.revise import merged_events, next_revision
+from spanloop.pipeline.dialects import decode_operation, encode_operation, operation_of
+from spanloop.pipeline.ports import LogRecord, StageOutput
+from spanloop.schemas import topics
+from spanloop.schemas.errors import SchemaError
+from spanloop.schemas.events import DeadLettered, SpansReceived, decode
+from spanloop.schemas.spans import Span
+
+__all__ = ["AssemblySettings", "AssemblyStage"]
+
+_S = 1_000_000_000
+_TOMBSTONE_LIFE = 30
+"""A forgotten trace is remembered as such for so many retentions."""
+
+
+class AssemblySettings(Protocol):
+    """What the stage reads of ``settings.Pipeline``."""
+
+    @property
+    def quiet_s(self) -> float: ...
+    @property
+    def timeout_s(self) -> float: ...
+    @property
+    def retention_s(self) -> float: ...
+    @property
+    def orchestrations_max(self) -> int: ...
+
+
+class _Chunk(msgspec.Struct, frozen=True, array_like=True):
+    tenant: str
+    trace_id: str
+    versions: list[bytes]
+
+
+class _Meta(msgspec.Struct, frozen=True, array_like=True):
+    tenant: str
+    first_trace: str
+    deadline_ns: int
+    closed: bool
+    overflow: int
+    emitted: dict[str, Emitted]
+
+
+class _Tombstone(msgspec.Struct, frozen=True, array_like=True):
+    tenant: str
+    trace_id: str
+    orchestration_id: str
+    revision: int
+    expires_ns: int
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_chunks = msgspec.msgpack.Decoder(_Chunk)
+_metas = msgspec.msgpack.Decoder(_Meta)
+_tombstones = msgspec.msgpack.Decoder(_Tombstone)
+
+
+class _Timers:
+    """Components by deadline; an entry counts only while its component still has that deadline."""
+
+    def __init__(self, stage: AssemblyStage, *, closed: bool) -> None:
+        self._stage, self._closed = stage, closed
+        self._heap: list[tuple[int, str, str]] = []
+
+    def push(self, component: Component) -> None:
+        heapq.heappush(self._heap, (component.deadline_ns, component.tenant, component.first_trace))
+
+    def peek(self) -> Component | None:
+        """The component that is due first."""
+        while self._heap:
+            deadline, tenant, trace_id = self._heap[0]
+            component = self._stage.joiner.of_trace.get((tenant, trace_id))
+            if (
+                component is not None
+                and component.closed == self._closed
+                and component.deadline_ns == deadline
+                and component.first_trace == trace_id
+            ):
+                return component
+            heapq.heappop(self._heap)
+        return None
+
+    def due(self, now_ns: int) -> Component | None:
+        """The first component, if it is due."""
+        component = self.peek()
+        return component if component is not None and component.deadline_ns <= now_ns else None
+
+
+class AssemblyStage:
+    """Reducer from spans to orchestration revisions, for all tenants."""
+
+    name = "assembly"
+    topics = (topics.SPANS,)
+
+    def __init__(self, settings: AssemblySettings) -> None:
+        self._quiet_ns = round(settings.quiet_s * _S)
+        self._timeout_ns = round(settings.timeout_s * _S)
+        self._retention_ns = round(settings.retention_s * _S)
+        self._max = settings.orchestrations_max
+        self._reset()
+
+    def _reset(self) -> None:
+        self.joiner = Joiner()
+        self._open = _Timers(self, closed=False)
+        self._kept = _Timers(self, closed=True)
+        self._num_kept = 0
+        self._forgotten: dict[tuple[str, str], _Tombstone] = {}
+
+    # ------------------------------------------------------------ state
+
+    def restore(self, entries: Mapping[str, bytes]) -> None:
+        """Become the state that was committed as ``entries``."""
+        self._reset()
+        metas = []
+        for key in sorted(entries):
+            if key.startswith("o/"):
+                self._restore_chunk(_chunks.decode(entries[key]))
+            elif key.startswith("c/"):
+                metas.append((key, _metas.decode(entries[key])))
+            elif key.startswith("f/"):
+                stone = _tombstones.decode(entries[key])
+                self._forgotten[(stone.tenant, stone.trace_id)] = stone
+        self._forgotten = dict(sorted(self._forgotten.items(), key=lambda item: (item[1].expires_ns, item[0])))
+        self.joiner.absorbed.clear()
+        for key, meta in metas:
+            component = self.joiner.of_trace[(meta.tenant, meta.first_trace)]
+            component.deadline_ns, component.closed = meta.deadline_ns, meta.closed
+            component.overflow, component.emitted, component.meta_key = meta.overflow, meta.emitted, key
+            (self._kept if meta.closed else self._open).push(component)
+            self._num_kept += meta.closed
+
+    def _restore_chunk(self, chunk: _Chunk) -> None:
+        for encoded in chunk.versions:
+            self.joiner.add(chunk.tenant, decode_operation(encoded), encoded)
+        buffer = self.joiner.of_trace[(chunk.tenant, chunk.trace_id)].traces[chunk.trace_id]
+        buffer.chunks += 1
+        buffer.fresh.clear()
+
+    def _write(self, output: StageOutput, component: Component) -> None:
+        for trace_id, buffer in component.traces.items():
+            if buffer.fresh:
+                key = _chunk_key(component.tenant, trace_id, buffer.chunks)
+                output.writes[key] = _encode(_Chunk(component.tenant, trace_id, buffer.fresh))
+                buffer.chunks += 1
+                buffer.fresh = []
+        key = f"c/{component.tenant}/{component.first_trace}"
+        if component.meta_key not in ("", key):
+            output.writes.setdefault(component.meta_key, None)
+        component.meta_key = key
+        output.writes[key] = _encode(
+            _Meta(component.tenant, component.first_trace, component.deadline_ns, component.closed,
+                  component.overflow, component.emitted)
+        )  # fmt: skip
+
+    # ------------------------------------------------------------ input
+
+    def process(self, records: Iterable[LogRecord], now_ns: int) -> StageOutput:
+        """Fold span batches; components that changed are due anew."""
+        output = StageOutput()
+        touched: dict[tuple[str, str], None] = {}
+        for record in records:
+            try:
+                event = decode(record.value)
+            except SchemaError as exc:
+                output.events.append(_refused(record.key.partition("/")[0], exc.message, record.value))
+                continue
+            if isinstance(event, SpansReceived):
+                self._take(event, record.value, touched, output)
+        for absorbed in self.joiner.absorbed:
+            self._num_kept -= absorbed.closed
+            if absorbed.meta_key:
+                output.writes[absorbed.meta_key] = None
+        self.joiner.absorbed.clear()
+        changed = {id(c): c for key in touched if (c := self.joiner.of_trace.get(key)) is not None}
+        for component in sorted(changed.values(), key=lambda c: (c.tenant, c.first_trace)):
+            self._num_kept -= component.closed
+            component.closed = False
+            component.deadline_ns = now_ns + (self._quiet_ns if component.complete else self._timeout_ns)
+            output.events.extend(merged_events(component))
+            self._open.push(component)
+            self._write(output, component)
+        return output
+
+    def _take(
+        self, event: SpansReceived, raw: bytes, touched: dict[tuple[str, str], None], output: StageOutput
+    ) -> None:
+        stone = self._forgotten.get((event.tenant, event.trace_id))
+        if stone is not None:
+            reason = f"later than the retention of orchestration {stone.orchestration_id}"
+            output.events.append(_refused(event.tenant, reason, raw, trace_id=event.trace_id, spans=len(event.spans)))
+            return
+        for span in event.spans:
+            try:
+                operation = operation_of(span, event.source)
+                encoded = encode_operation(operation)
+            except Exception as exc:  # noqa: BLE001  one span that a dialect fails on must not cost the others
+                output.events.append(_refused_span(event.tenant, span, exc))
+                continue
+            if self.joiner.add(event.tenant, operation, encoded) is not None:
+                touched[(event.tenant, operation.trace_id)] = None
+
+    # ------------------------------------------------------------ time
+
+    def tick(self, now_ns: int) -> StageOutput:
+        """Publish components that are due, forget those past their retention."""
+        output = StageOutput()
+        while (component := self._open.due(now_ns)) is not None:
+            revision = next_revision(component)
+            if revision is not None:
+                output.events.append(revision)
+            component.closed = True
+            component.deadline_ns = now_ns + self._retention_ns
+            self._num_kept += 1
+            self._kept.push(component)
+            self._write(output, component)
+        while (component := self._kept.due(now_ns)) is not None:
+            self._forget(component, now_ns, output)
+        while self._num_kept > self._max and (component := self._kept.peek()) is not None:
+            self._forget(component, now_ns, output)
+        while self._forgotten and (stone := next(iter(self._forgotten.values()))).expires_ns <= now_ns:
+            del self._forgotten[(stone.tenant, stone.trace_id)]
+            output.writes[f"f/{stone.tenant}/{stone.trace_id}"] = None
+        return output
+
+    def next_timer_ns(self) -> int | None:
+        """Deadline of the component that is due first."""
+        deadlines = [c.deadline_ns for timers in (self._open, self._kept) if (c := timers.peek()) is not None]
+        return min(deadlines, default=None)
+
+    def _forget(self, component: Component, now_ns: int, output: StageOutput) -> None:
+        self.joiner.forget(component)
+        self._num_kept -= 1
+        last = component.emitted.get(component.orchestration_id)
+        for trace_id, buffer in component.traces.items():
+            for n in range(buffer.chunks):
+                output.writes[_chunk_key(component.tenant, trace_id, n)] = None
+            if last is not None:
+                stone = _Tombstone(component.tenant, trace_id, component.orchestration_id, last.revision,
+                                   now_ns + _TOMBSTONE_LIFE * self._retention_ns)  # fmt: skip
+                self._forgotten[(component.tenant, trace_id)] = stone
+                output.writes[f"f/{component.tenant}/{trace_id}"] = _encode(stone)
+        output.writes[component.meta_key] = None
+
+
+def _chunk_key(tenant: str, trace_id: str, number: int) -> str:
+    return f"o/{tenant}/{trace_id}/{number:06d}"
+
+
+def _refused(tenant: str, reason: str, raw: bytes, **details: Any) -> DeadLettered:
+    return DeadLettered(
+        tenant=tenant or "default", source="assembly", reason=reason, sha256=hashlib.sha256(raw).hexdigest(),
+        size=len(raw), details=details,
+    )  # fmt: skip
+
+
+def _refused_span(tenant: str, span: Span, problem: Exception) -> DeadLettered:
+    raw = msgspec.json.encode(span)
+    reason = f"a span cannot be read: {type(problem).__name__}"
+    return _refused(tenant, reason, raw, trace_id=span.trace_id, span_id=span.span_id)
