@@ -1,0 +1,124 @@
+"""Versions in serving: loaded under an immutable name, proved by a probe, then free to be routed to.
+
+Place: ``promoter`` asks for a version before an event names it. Invariants: routing never names a version that has not
+passed here; a version that serving refuses, or whose probe differs from the weights, is unloaded and not tried again
+by this process; old versions are unloaded only after they had time to drain.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from spanloop.learner.policy import PolicyNet
+from spanloop.learner.serving.port import ServingPort
+from spanloop.schemas.errors import SchemaError, SpanloopError, StaleError
+from spanloop.schemas.ids import policy_name
+
+__all__ = ["DRAIN_S", "PROBE_TOLERANCE", "Deployment", "probe_prompts", "score_locally"]
+
+_LOG = logging.getLogger(__name__)
+
+PROBE_TOLERANCE = 1e-4
+"""Largest difference in nats between a probe's log-probabilities here and in serving."""
+DRAIN_S = 60.0
+"""A version that routing no longer names is unloaded after this long."""
+
+
+def probe_prompts(vocabulary_size: int, context: int) -> list[list[int]]:
+    """Four fixed token sequences that touch the whole vocabulary's embedding by chance, the same for every version."""
+    rng = np.random.default_rng(20)
+    return [rng.integers(0, vocabulary_size, min(context, 16)).tolist() for _ in range(4)]
+
+
+def score_locally(net: PolicyNet, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+    """What ``ServingPort.probe`` must answer for these weights."""
+    with torch.no_grad():
+        ids_BT = torch.tensor(prompts)
+        logp_BTV = net(ids_BT).log_softmax(-1)
+        scores_BT = logp_BTV[:, :-1].gather(2, ids_BT[:, 1:, None])[:, :, 0]
+    return scores_BT.tolist()
+
+
+class Deployment:
+    """What is loaded and proved, and what was refused.
+
+    Args:
+        serving: Where versions are loaded; None: nowhere, everything counts as proved (experiments).
+        policy: Name of the policy.
+        net: Version -> its verified network. Raises SchemaError.
+        folder: Version -> its artifact folder.
+    """
+
+    def __init__(
+        self,
+        serving: ServingPort | None,
+        policy: str,
+        *,
+        net: Callable[[int], PolicyNet],
+        folder: Callable[[int], Path],
+    ) -> None:
+        self._serving = serving
+        self._policy = policy
+        self._net = net
+        self._folder = folder
+        self._verified: set[int] = set()
+        self._left: dict[int, float] = {}
+        self.unroutable: set[int] = set()
+
+    def ensure(self, version: int) -> bool:
+        """Load a version and compare its probe; False when serving refuses it or answers with other numbers.
+
+        Raises TransientError when serving cannot be reached."""
+        if version in self._verified or self._serving is None:
+            return True
+        if version in self.unroutable:
+            return False
+        name = policy_name(self._policy, version)
+        try:
+            self._prove(self._serving, name, version)
+        except (SchemaError, StaleError) as exc:
+            _LOG.warning("%s is not routed to: %s", name, exc.message)
+            self.unroutable.add(version)
+            self._forget(name)
+            return False
+        self._verified.add(version)
+        return True
+
+    def _prove(self, serving: ServingPort, name: str, version: int) -> None:
+        net = self._net(version)
+        prompts = probe_prompts(net.config.vocabulary_size, net.config.context)
+        serving.load(name, self._folder(version).resolve())
+        difference = _difference(serving.probe(name, prompts), score_locally(net, prompts))
+        if not difference <= PROBE_TOLERANCE:
+            raise SchemaError(f"its probe differs by {difference:.2g} nats from the weights")
+
+    def drain(self, named: Collection[int], now_s: float) -> None:
+        """Unload versions that have not been in ``named`` for ``DRAIN_S``."""
+        for version in sorted(self._verified):
+            if version in named:
+                self._left.pop(version, None)
+            elif now_s - self._left.setdefault(version, now_s) >= DRAIN_S:
+                del self._left[version]
+                self._verified.discard(version)
+                self._forget(policy_name(self._policy, version))
+
+    def _forget(self, name: str) -> None:
+        try:
+            if self._serving is not None:
+                self._serving.unload(name)
+        except SpanloopError as exc:
+            _LOG.info("%s could not be unloaded: %s", name, exc.message)
+
+
+def _difference(served: Sequence[Sequence[float]], local: Sequence[Sequence[float]]) -> float:
+    if [len(s) for s in served] != [len(s) for s in local]:
+        raise SchemaError("serving answered a probe of another length")
+    return max(
+        (abs(a - b) for s, t in zip(served, local, strict=True) for a, b in zip(s, t, strict=True)),
+        default=0.0,
+    )

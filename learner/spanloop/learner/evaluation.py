@@ -1,0 +1,201 @@
+"""What the learner measures for promotions: held-out orchestrations for the gate, both arms of the running canary.
+
+Place: the trainer feeds every SamplesBuilt record in offset order; ``promoter`` asks for a gate verdict or the canary's.
+Bounded: the newest ``HELDOUT_MAX`` held-out orchestrations, the champion and the last ``LOGGERS_MAX`` versions as loggers.
+Log-probabilities of an orchestration under a version are computed once and kept.
+
+Legend of suffixes: N orchestrations, K loggers or menu options.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+import torch
+
+from spanloop.learner.arrays import collate
+from spanloop.learner.batches import Rollout, to_rollout
+from spanloop.learner.canary import CanaryTest, Verdict
+from spanloop.learner.gate import ORCHESTRATIONS_MIN, GateVerdict, judge
+from spanloop.learner.losses import taken
+from spanloop.learner.policy import PolicyNet
+from spanloop.learner.update import TensorBatch
+from spanloop.schemas.events import CanaryStarted, SamplesBuilt
+from spanloop.schemas.ids import policy_number
+from spanloop.schemas.settings import Learner
+
+__all__ = ["HELDOUT_MAX", "LOGGERS_MAX", "LOGGER_LAG_MAX", "Evaluation", "versions_of"]
+
+_LOG = logging.getLogger(__name__)
+
+HELDOUT_MAX = 512
+"""Held-out orchestrations kept for the gate."""
+LOGGERS_MAX = 6
+"""Learning versions whose orchestrations the gate uses, besides the champion's."""
+LOGGER_LAG_MAX = 8
+"""Older ones are too far from a candidate to say anything about it."""
+MISMATCH_MAX = 0.1
+"""An orchestration whose logged log-probability is further than this (nats) from its logger's own is left out: it was
+sampled otherwise (another temperature, another exploration floor), so its weight would be wrong."""
+
+
+class _Held(msgspec.Struct):
+    rollout: Rollout
+    version: int
+    gain: float
+    logged: float
+    log_probs: dict[int, float] = {}
+    """Version -> log-probability of all decisions."""
+
+
+def versions_of(built: SamplesBuilt) -> frozenset[int]:
+    """Versions that answered an orchestration's calls; -1 stands for anything else."""
+    return frozenset(policy_number(row.policy_version) for row in built.rows)
+
+
+class Evaluation:
+    """Measurements over the samples topic.
+
+    Args:
+        settings: Gate and canary settings.
+        exploration: The server's floor; versions are evaluated as they are served.
+        load: Version -> its verified network (raises SchemaError, which makes the gate refuse).
+        vocabulary_size: Of the policy.
+        context: Of the policy.
+    """
+
+    def __init__(
+        self,
+        settings: Learner,
+        *,
+        exploration: float,
+        load: Callable[[int], PolicyNet],
+        vocabulary_size: int,
+        context: int,
+    ) -> None:
+        self._settings = settings
+        self._exploration = exploration
+        self._load = load
+        self._vocabulary_size = vocabulary_size
+        self._context = context
+        self._held: OrderedDict[str, _Held] = OrderedDict()
+        self._canary: CanaryStarted | None = None
+        self._test: CanaryTest | None = None
+
+    # ------------------------------------------------------------ feeding
+
+    def add(self, built: SamplesBuilt, offset: int) -> None:
+        """Take one record."""
+        if built.holdout:
+            self._hold(built)
+        if self._test is not None and self._canary is not None and offset > self._canary.from_offset:
+            self._feed(self._test, self._canary, built)
+
+    def _hold(self, built: SamplesBuilt) -> None:
+        known = self._held.pop(built.orchestration_id, None)
+        if known is not None and known.rollout.revision >= built.revision:
+            self._held[built.orchestration_id] = known
+            return
+        rollout = to_rollout(built, vocabulary_size=self._vocabulary_size, context=self._context)
+        if isinstance(rollout, str) or len(rollout.versions) != 1:
+            return
+        logged = math.fsum(d.behaviour for c in rollout.calls for d in c.decisions)
+        gain = rollout.reward - rollout.baseline
+        self._held[built.orchestration_id] = _Held(rollout, rollout.versions[0], gain, logged)
+        while len(self._held) > HELDOUT_MAX:
+            self._held.popitem(last=False)
+
+    @staticmethod
+    def _feed(test: CanaryTest, canary: CanaryStarted, built: SamplesBuilt) -> None:
+        versions = versions_of(built)
+        if versions in ({canary.version}, {canary.against}):
+            test.add(
+                built.orchestration_id,
+                built.revision,
+                built.reward - built.baseline,
+                candidate=canary.version in versions,
+            )
+        else:
+            test.discard(built.orchestration_id)
+
+    # ------------------------------------------------------------ canary
+
+    def watch(self, canary: CanaryStarted | None) -> bool:
+        """Test ``canary`` from now on (None: none); True when it is another one than before, and its records since
+        ``from_offset`` are to be fed."""
+        if canary == self._canary:
+            return False
+        self._canary = canary
+        self._test = None
+        if canary is not None:
+            self._test = CanaryTest(
+                confidence=self._settings.canary_confidence,
+                minimum=self._settings.canary_min,
+                maximum=self._settings.canary_max,
+                max_s=self._settings.canary_max_s,
+            )
+        return canary is not None
+
+    def canary_verdict(self, elapsed_s: float) -> Verdict | None:
+        """What the running canary's test says, None without one."""
+        return None if self._test is None else self._test.verdict(elapsed_s)
+
+    # ------------------------------------------------------------ gate
+
+    @property
+    def heldout(self) -> int:
+        """Held-out orchestrations at hand."""
+        return len(self._held)
+
+    def usable(self, champion: int, lag: Callable[[int], int | None]) -> int:
+        """Held-out orchestrations that a gate against ``champion`` would use."""
+        return len(self._sample(champion, lag))
+
+    def gate(self, version: int, champion: int, lag: Callable[[int], int | None]) -> GateVerdict:
+        """Evaluate ``version`` against ``champion``; ``lag`` as in ``batches.refusal``."""
+        held = self._sample(champion, lag)
+        loggers = sorted({h.version for h in held})
+        for number in {version, champion, *loggers}:
+            self._score(number, held)
+        held = [h for h in held if abs(h.log_probs[h.version] - h.logged) <= MISMATCH_MAX]
+        loggers = sorted({h.version for h in held})
+        if len(held) < ORCHESTRATIONS_MIN:
+            reason = f"{len(held)} held-out orchestrations, {ORCHESTRATIONS_MIN} needed"
+            return GateVerdict(0.0, 0.0, 0.0, 0.0, 0.0, len(held), passed=False, reason=reason)
+        return judge(
+            np.array([h.log_probs[version] for h in held]),
+            np.array([h.log_probs[champion] for h in held]),
+            np.array([[h.log_probs[k] for k in loggers] for h in held]),
+            np.array([loggers.index(h.version) for h in held]),
+            np.array([h.gain for h in held]),
+            confidence=self._settings.gate_confidence,
+            margin=self._settings.gate_margin,
+            min_ess=self._settings.gate_min_ess,
+        )
+
+    def _sample(self, champion: int, lag: Callable[[int], int | None]) -> list[_Held]:
+        lags = {v: lag(v) for v in {h.version for h in self._held.values()} if v != champion}
+        recent = sorted((age, -v) for v, age in lags.items() if age is not None and age <= LOGGER_LAG_MAX)
+        kept = {champion, *(-v for _, v in recent[:LOGGERS_MAX])}
+        return [h for h in self._held.values() if h.version in kept]
+
+    def _score(self, version: int, held: Sequence[_Held]) -> None:
+        missing = [h for h in held if version not in h.log_probs]
+        if not missing:
+            return
+        net = self._load(version)
+        for start in range(0, len(missing), 64):
+            part = missing[start : start + 64]
+            arrays = collate([h.rollout for h in part])
+            tensors = TensorBatch.of(arrays)
+            with torch.no_grad():
+                logp_N = taken(tensors.log_probs(net, self._exploration), tensors.chosen_N)
+            sums = np.zeros(len(part))
+            np.add.at(sums, arrays.rollout_B[arrays.row_N], logp_N.double().numpy())
+            for h, value in zip(part, sums.tolist(), strict=True):
+                h.log_probs[version] = value

@@ -1,0 +1,240 @@
+"""MLflow as a store of versions: each candidate is a model version with tags, the champion has an alias.
+
+Place: ``promoter`` registers candidates and sets the alias after the log has the promotion. The log is the truth; whatever
+is missing here is repaired from it (``reconcile``). Registering is idempotent by the tag ``spanloop.version``.
+
+One MLflow run a session carries the metrics, one step a version. With a local store the version's source is its artifact
+folder; with a server it is a copy in the run's artifacts. Costs about 15 ms of CPU a version with sqlite.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from spanloop.schemas.errors import SpanloopError, TransientError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+__all__ = ["MemoryRegistry", "MlflowRegistry", "Registry", "tracking_uri"]
+
+_LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+VERSION_TAG = "spanloop.version"
+CHAMPION = "champion"
+
+
+class Registry(Protocol):
+    """Store of versions. Methods raise TransientError when the store cannot be reached."""
+
+    def register(
+        self, version: int, path: Path, *, tags: Mapping[str, str], metrics: Mapping[str, float]
+    ) -> str:
+        """Make a version known, once; returns the store's own version number as text."""
+        ...
+
+    def set_champion(self, version: int, *, epoch: int) -> None:
+        """Point the alias ``champion`` at a registered version."""
+        ...
+
+    def champion(self) -> int:
+        """Version that the alias points at, -1 when it is not set."""
+        ...
+
+
+class MemoryRegistry:
+    """A registry for tests and experiments without MLflow."""
+
+    def __init__(self) -> None:
+        self.versions: dict[int, dict[str, Any]] = {}
+        self.alias = -1
+
+    def register(
+        self, version: int, path: Path, *, tags: Mapping[str, str], metrics: Mapping[str, float]
+    ) -> str:
+        self.versions.setdefault(version, {"path": path, "tags": dict(tags), "metrics": dict(metrics)})
+        return str(list(self.versions).index(version) + 1)
+
+    def set_champion(self, version: int, *, epoch: int) -> None:
+        self.versions[version]["tags"]["spanloop.epoch"] = str(epoch)
+        self.alias = version
+
+    def champion(self) -> int:
+        return self.alias
+
+
+def tracking_uri(setting: str, workspace: Path) -> str:
+    """``learner.tracking_uri``, else MLFLOW_TRACKING_URI, else sqlite in the workspace."""
+    return (
+        setting
+        or os.environ.get("MLFLOW_TRACKING_URI", "")
+        or f"sqlite:///{workspace.resolve()}/mlflow/mlflow.db"
+    )
+
+
+class MlflowRegistry:
+    """The Registry over an MLflow tracking store.
+
+    Args:
+        uri: Tracking and registry URI.
+        model: Registered model and experiment name.
+        workspace: Where a local store keeps its files.
+    """
+
+    def __init__(self, uri: str, model: str, workspace: Path) -> None:
+        self._uri = uri
+        self._model = model
+        self._workspace = workspace
+        self._remote = uri.startswith(("http://", "https://"))
+        self._opened: tuple[MlflowClient, str] | None = None
+        self._lock = threading.Lock()
+
+    def register(
+        self, version: int, path: Path, *, tags: Mapping[str, str], metrics: Mapping[str, float]
+    ) -> str:
+        """Make a version known, once. See ``Registry``."""
+
+        def call() -> str:
+            client, run = self._open()
+            found = self._find(client, version)
+            if found is not None:
+                return str(found.version)
+            source = path.resolve().as_uri()
+            if self._remote:
+                client.log_artifacts(run, str(path), artifact_path=path.name)
+                source = f"runs:/{run}/{path.name}"
+            created = client.create_model_version(
+                self._model,
+                source=source,
+                run_id=run,
+                tags={**tags, VERSION_TAG: str(version)},
+                await_creation_for=0,
+            )
+            self._log(client, run, version, metrics)
+            return str(created.version)
+
+        return self._guard("register a version", call)
+
+    def set_champion(self, version: int, *, epoch: int) -> None:
+        """Point the alias at a version. See ``Registry``."""
+
+        def call() -> None:
+            client, _ = self._open()
+            found = self._find(client, version)
+            if found is None:
+                raise TransientError(f"MLflow at {self._shown} does not know version {version} yet")
+            client.set_model_version_tag(self._model, str(found.version), "spanloop.epoch", str(epoch))
+            client.set_registered_model_alias(self._model, CHAMPION, str(found.version))
+
+        self._guard("set the champion's alias", call)
+
+    def champion(self) -> int:
+        """Version of the alias. Read by name: lists of aliases come back empty (MLflow #16734)."""
+
+        def call() -> int:
+            from mlflow.exceptions import MlflowException
+
+            client, _ = self._open()
+            try:
+                found = client.get_model_version_by_alias(self._model, CHAMPION)
+            except MlflowException as exc:
+                if exc.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                    return -1
+                raise
+            return int(found.tags.get(VERSION_TAG, -1))
+
+        return self._guard("read the champion's alias", call)
+
+    # ------------------------------------------------------------ inside
+
+    @property
+    def _shown(self) -> str:
+        return self._uri.split("@")[-1]
+
+    def _open(self) -> tuple[MlflowClient, str]:
+        with self._lock:
+            if self._opened is None:
+                self._opened = self._connect()
+            return self._opened
+
+    def _connect(self) -> tuple[MlflowClient, str]:
+        _quiet()
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+
+        _hush_loggers()
+        if self._uri.startswith("sqlite:///"):
+            file = Path(self._uri.removeprefix("sqlite:///"))
+            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            file.touch(mode=0o600, exist_ok=True)
+        client = MlflowClient(tracking_uri=self._uri, registry_uri=self._uri)
+        experiment = client.get_experiment_by_name(self._model)
+        if experiment is None:
+            place = None if self._remote else (self._workspace.resolve() / "mlflow" / "artifacts").as_uri()
+            experiment_id = client.create_experiment(self._model, artifact_location=place)
+        else:
+            experiment_id = experiment.experiment_id
+        try:
+            client.create_registered_model(self._model)
+        except MlflowException as exc:
+            if exc.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        run = client.create_run(
+            experiment_id, run_name=f"learner-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+        )
+        return client, run.info.run_id
+
+    def _find(self, client: MlflowClient, version: int) -> Any:
+        found = client.search_model_versions(
+            f"name = '{self._model}' and tags.`{VERSION_TAG}` = '{version}'", max_results=1
+        )
+        return found[0] if found else None
+
+    @staticmethod
+    def _log(client: MlflowClient, run: str, version: int, metrics: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        rows = [Metric(name, float(value), now_ms, version) for name, value in sorted(metrics.items())]
+        if rows:
+            client.log_batch(run, metrics=rows)
+
+    def _guard(self, doing: str, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except SpanloopError:
+            raise
+        except ModuleNotFoundError:
+            raise
+        except Exception as exc:  # MLflow raises its own, SQLAlchemy's, requests' and OSError
+            first = str(exc).strip().splitlines()
+            raise TransientError(
+                f"cannot {doing}: MLflow at {self._shown} answers {type(exc).__name__}: "
+                f"{first[0][:200] if first else exc!r}; training waits and tries again. Check learner.tracking_uri or "
+                "MLFLOW_TRACKING_URI"
+            ) from exc
+
+
+def _quiet() -> None:
+    """No network but the tracking server's, few retries (the learner has its own), no telemetry, no git look-ups."""
+    for name, value in (
+        ("MLFLOW_MODEL_CATALOG_URI", ""),
+        ("MLFLOW_DISABLE_TELEMETRY", "true"),
+        ("DO_NOT_TRACK", "true"),
+        ("GIT_PYTHON_REFRESH", "quiet"),
+        ("MLFLOW_HTTP_REQUEST_TIMEOUT", "10"),
+        ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1"),
+        ("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false"),
+    ):
+        os.environ.setdefault(name, value)
+
+
+def _hush_loggers() -> None:
+    for name in ("mlflow", "alembic", "mlflow.store.db.utils"):
+        logging.getLogger(name).setLevel(logging.ERROR)
