@@ -64,7 +64,7 @@ def _parts(spans: list[Span]) -> list[tuple[Span, ...]]:
     part: list[Span] = []
     size = 0
     for span in spans:
-        weight = rough_size(span) + 400
+        weight = rough_size(span)
         if part and size + weight > MAX_EVENT_BYTES:
             parts.append(tuple(part))
             part, size = [], 0
