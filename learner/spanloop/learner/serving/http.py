@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from spanloop.schemas.canonical import decode_json
 from spanloop.schemas.errors import ConfigError, SchemaError, StaleError, TransientError
 
 __all__ = ["HttpServing"]
@@ -112,11 +111,11 @@ class HttpServing:
             )
         if status != 200:
             return status, _message(data)
-        return status, decode_json(data) if data[:1] in (b"{", b"[") else data.decode("utf-8", "replace")
+        return status, msgspec.json.decode(data) if data[:1] in (b"{", b"[") else data.decode("utf-8", "replace")
 
 
 def _message(data: bytes) -> str:
     try:
-        return str(decode_json(data, dict[str, Any])["error"]["message"])
-    except (SchemaError, KeyError, TypeError):
+        return str(msgspec.json.decode(data)["error"]["message"])
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
         return data[:500].decode("utf-8", "replace")
