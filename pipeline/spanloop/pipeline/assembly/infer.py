@@ -304,11 +304,14 @@ def _messages(work: Inference) -> None:
 
 
 def _stops(work: Inference) -> None:
-    """The end of each run that nobody delegated; runs in one workflow stop once, with it."""
+    """The end of each run that nobody delegated; runs in one workflow stop once, with it. A run whose parent never arrived
+    counts where it is the only one: then the parent is usually a caller that sends its spans elsewhere."""
     done: set[int] = set()
-    for i in work.runs:
+    missing = set(work.tree.missing)
+    entries = [i for i in work.runs if i not in work.found.into]
+    for i in entries:
         op = work.tree.ops[i]
-        if i in work.found.into:
+        if i in missing and len(entries) > 1:
             continue
         flow = work.tree.workflow[i]
         if flow >= 0:
@@ -318,5 +321,5 @@ def _stops(work: Inference) -> None:
             op = work.tree.ops[flow]
         if op.end_ns <= 0:
             continue
-        work.add("stop", op.end_ns, "end_of_entry_run", 1.0, (op.span_id,), agent=i, call=work.calls.last(i),
-                 status="error" if op.status == "error" else "ok")  # fmt: skip
+        work.add("stop", op.end_ns, "end_of_entry_run", 0.5 if i in missing else 1.0, (op.span_id,), agent=i,
+                 call=work.calls.last(i), status="error" if op.status == "error" else "ok")  # fmt: skip
