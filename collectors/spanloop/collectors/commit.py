@@ -60,6 +60,8 @@ class GroupCommitter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="spanloop-commit")
         self._task: asyncio.Task[None] | None = None
         self._closing = False
+        self.busy = False
+        """Whether a commit is under way."""
 
     @property
     def depth(self) -> int:
@@ -111,7 +113,9 @@ class GroupCommitter:
                     return
                 continue
             began = perf_counter()
+            self.busy = True
             outcomes = await loop.run_in_executor(self._thread, self._append_group, group)
+            self.busy = False
             if self._observe is not None:
                 self._observe(perf_counter() - began, len(group))
             for waiting, outcome in zip(group, outcomes, strict=True):
