@@ -136,9 +136,15 @@ class Stage(Protocol):
     """A reducer with its state: ``state, batch, now -> state, outputs``. Deterministic; no clock, I/O or randomness
     inside. The runtime owns reading, committing and time."""
 
-    name: str
-    topics: tuple[str, ...]
-    """Input topics."""
+    @property
+    def name(self) -> str:
+        """Names its state and offsets in the StateStore: never changes."""
+        ...
+
+    @property
+    def topics(self) -> tuple[str, ...]:
+        """Input topics."""
+        ...
 
     def restore(self, entries: Mapping[str, bytes]) -> None:
         """Become the state that was committed as ``entries`` (empty: initial)."""

@@ -148,24 +148,29 @@ class SqliteFile:
         return connection
 
     def _prepare(self) -> None:
+        """Make the tables where they are missing; a file that has them is not locked."""
+        one = self._writer.execute
+        if self._format() == FORMAT:
+            return
         with self._write_lock, self._turn_held():
-            one = self._writer.execute
-            version = int(one("PRAGMA user_version").fetchone()[0])
-            application = int(one("PRAGMA application_id").fetchone()[0])
-            if version == 0 and application == 0 and one("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                raise ConfigError(
-                    f"{self.path} is a SQLite database of something else: use another workspace"
-                )
-            if version > FORMAT:
-                raise TerminalError(
-                    f"{self.path} has layout {version}, this build knows {FORMAT}: upgrade spanloop"
-                )
+            if self._format() == 0 and one("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                raise ConfigError(f"{self.path} is a SQLite database of something else: use another workspace")
             one("PRAGMA journal_mode = WAL")
-            if version < FORMAT:
+            if self._format() < FORMAT:  # another process may have been first
                 self._writer.executescript(
                     f"BEGIN IMMEDIATE; {_TABLES} PRAGMA application_id = {APPLICATION_ID}; "
                     f"PRAGMA user_version = {FORMAT}; COMMIT;"
                 )
+
+    def _format(self) -> int:
+        """Layout of the tables, 0 for none. Raises TerminalError for one that this build does not know."""
+        version = int(self._writer.execute("PRAGMA user_version").fetchone()[0])
+        application = int(self._writer.execute("PRAGMA application_id").fetchone()[0])
+        if application not in {0, APPLICATION_ID} or (version and not application):
+            raise ConfigError(f"{self.path} is a SQLite database of something else: use another workspace")
+        if version > FORMAT:
+            raise TerminalError(f"{self.path} has layout {version}, this build knows {FORMAT}: upgrade spanloop")
+        return version
 
     @contextlib.contextmanager
     def _turn_held(self) -> Iterator[None]:
