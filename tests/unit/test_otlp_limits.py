@@ -8,18 +8,23 @@ import zlib
 
 import pytest
 
+from spanloop.collectors import limits
 from spanloop.collectors.limits import (
     MAX_SPAN_BYTES,
     TRUNCATED,
     BodyTooLargeError,
     ByteBudget,
-    cut_span,
     cut_text,
     expand,
 )
 from spanloop.schemas.canonical import canonical_json
 from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.spans import Span, SpanEvent
+
+
+def cut_span(span: Span, max_bytes: int) -> Span:
+    return limits.cut_span(span, max_bytes)[0]
+
 
 BASE = Span("a" * 32, "b" * 16, "n", 1, 2)
 

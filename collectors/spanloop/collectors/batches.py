@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from spanloop.collectors.deadletters import dead_letter
-from spanloop.collectors.limits import cut_span, rough_size
+from spanloop.collectors.limits import cut_span
 from spanloop.collectors.redaction import Redactor
 from spanloop.pipeline.otlp.decoded import DecodedBatch
 from spanloop.pipeline.ports import NewRecord, new_record
@@ -43,10 +43,10 @@ class Intake:
 
     def prepare(self, batch: DecodedBatch, *, tenant: str, source: str) -> Prepared:
         """Records of ``batch``; the same batch gives the same records, hence the same event ids."""
-        traces: dict[str, list[Span]] = {}
+        traces: dict[str, list[tuple[Span, int]]] = {}
         for raw in batch.spans:
-            span = cut_span(self._redactor.span(raw), self._max_attribute_bytes)
-            traces.setdefault(span.trace_id, []).append(span)
+            sized = cut_span(self._redactor.span(raw), self._max_attribute_bytes)
+            traces.setdefault(raw.trace_id, []).append(sized)
         records = [
             new_record(SpansReceived(tenant=tenant, trace_id=trace_id, spans=part, source=source))
             for trace_id, spans in traces.items()
@@ -58,17 +58,16 @@ class Intake:
         return Prepared(records, len(batch.spans), list(traces))
 
 
-def _parts(spans: list[Span]) -> list[tuple[Span, ...]]:
-    """``spans`` in order, split where an event would grow over MAX_EVENT_BYTES."""
+def _parts(spans: list[tuple[Span, int]]) -> list[tuple[Span, ...]]:
+    """``spans`` (each with its size) in order, split where an event would grow over MAX_EVENT_BYTES."""
     parts: list[tuple[Span, ...]] = []
     part: list[Span] = []
-    size = 0
-    for span in spans:
-        weight = rough_size(span)
-        if part and size + weight > MAX_EVENT_BYTES:
+    total = 0
+    for span, size in spans:
+        if part and total + size > MAX_EVENT_BYTES:
             parts.append(tuple(part))
-            part, size = [], 0
+            part, total = [], 0
         part.append(span)
-        size += weight
+        total += size
     parts.append(tuple(part))
     return parts

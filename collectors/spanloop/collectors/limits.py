@@ -116,9 +116,9 @@ def cut_text(text: str, max_bytes: int) -> str:
     return text if len(raw) <= max_bytes else raw[:max_bytes].decode(errors="ignore")
 
 
-def cut_span(span: Span, max_bytes: int) -> Span:
-    """``span`` with each value at most ``max_bytes`` and all of it at most MAX_SPAN_BYTES (token arrays exempt).
-    The same object when nothing was cut."""
+def cut_span(span: Span, max_bytes: int) -> tuple[Span, int]:
+    """``span`` with each value at most ``max_bytes`` and all of it at most MAX_SPAN_BYTES (token arrays exempt), and
+    its rough size. The same object when nothing was cut."""
     cut: set[str] = set()
     attributes = _cut_attributes(span.attributes, max_bytes, cut)
     events = _cut_all(span.events, max_bytes, cut)
@@ -140,11 +140,13 @@ def cut_span(span: Span, max_bytes: int) -> Span:
             links=links,
             resource=resource,
         )
-    if rough_size(span) > MAX_SPAN_BYTES:
+    size = rough_size(span)
+    if size > MAX_SPAN_BYTES:
         span = _shrink(span, cut)
+        size = rough_size(span)
     if not cut:
-        return span
-    return msgspec.structs.replace(span, attributes={**span.attributes, TRUNCATED: sorted(cut)})
+        return span, size
+    return msgspec.structs.replace(span, attributes={**span.attributes, TRUNCATED: sorted(cut)}), size
 
 
 def _shrink(span: Span, cut: set[str]) -> Span:
@@ -207,7 +209,12 @@ def _cut_attributes(attributes: dict[str, Any], max_bytes: int, cut: set[str]) -
         kind = type(value)
         if kind is str:
             short = value if 4 * len(value) <= max_bytes else cut_text(value, max_bytes)
-        elif (kind is list or kind is dict) and key not in EXEMPT and len(canonical_json(value)) > max_bytes:
+        elif (
+            (kind is list or kind is dict)
+            and key not in EXEMPT
+            and 4 * _weigh(value) > max_bytes
+            and (len(canonical_json(value)) > max_bytes)
+        ):
             short = _cut_value(value, max_bytes)
         else:
             short = value
@@ -245,10 +252,23 @@ def rough_size(span: Span) -> int:
 def _sizes(items: Iterable[tuple[str, Any]]) -> int:
     total = 0
     for key, value in items:
-        if type(value) is str:
-            total += len(key) + len(value.encode()) if len(value) > 4096 else len(key) + len(value)
-        elif (type(value) is list or type(value) is dict) and key not in EXEMPT:
-            total += len(key) + len(canonical_json(value))
+        kind = type(value)
+        if kind is str:
+            total += len(key) + 6 + (len(value) if len(value) < 4096 else len(value.encode()))
+        elif kind is list or kind is dict:
+            total += len(key) + (0 if key in EXEMPT else _weigh(value))
         else:
-            total += len(key) + 8
+            total += len(key) + 14
     return total
+
+
+def _weigh(value: Any) -> int:
+    """Size of a value's JSON, not less than the characters in it."""
+    kind = type(value)
+    if kind is str:
+        return len(value) + 3
+    if kind is list:
+        return sum(map(_weigh, value)) + 2
+    if kind is dict:
+        return sum(len(k) + 4 + _weigh(v) for k, v in value.items()) + 2
+    return 24

@@ -98,6 +98,8 @@ class Redactor:
         self._exact = frozenset(k for k in content.allow if not k.endswith("*"))
         self._prefixes = tuple(k[:-1] for k in content.allow if k.endswith("*"))
         self._remembered = lru_cache(512)(self._json_text)
+        self._clean_key = lru_cache(4096)(self._make_clean_key)
+        self._resource: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
         self.reserved_removed = 0
 
     def span(self, span: Span, *, trusted: bool = False) -> Span:
@@ -120,11 +122,13 @@ class Redactor:
             status=span.status,
             status_message=self.text_stand_in(span.status_message) if span.status_message else "",
             attributes=self._attributes(attributes),
-            events=tuple(self._event(event) for event in span.events),
-            links=tuple(SpanLink(x.trace_id, x.span_id, self._attributes(x.attributes)) for x in span.links),
+            events=tuple(self._event(event) for event in span.events) if span.events else (),
+            links=tuple(SpanLink(x.trace_id, x.span_id, self._attributes(x.attributes)) for x in span.links)
+            if span.links
+            else (),
             scope=self._name(span.scope),
             scope_version=self._name(span.scope_version),
-            resource=self._attributes(span.resource),
+            resource=self._of_resource(span.resource),
             dropped_attributes=span.dropped_attributes + removed,
         )
 
@@ -142,6 +146,14 @@ class Redactor:
 
     def _name(self, name: str) -> str:
         return name if len(name.split()) <= 6 and looks_like_label(name) else self.text_stand_in(name)
+
+    def _of_resource(self, resource: dict[str, Any]) -> dict[str, Any]:
+        """The spans of one resource share it: done once for neighbours."""
+        raw, done = self._resource
+        if raw is not resource:
+            done = self._attributes(resource)
+            self._resource = (resource, done)
+        return done
 
     def _event(self, event: SpanEvent) -> SpanEvent:
         genai = event.name.startswith("gen_ai.")
@@ -195,7 +207,7 @@ class Redactor:
     def _hmac(self, text: str) -> str:
         return hashlib.blake2b(text.encode(), key=self._key, digest_size=16).hexdigest()
 
-    def _clean_key(self, key: str) -> str:
+    def _make_clean_key(self, key: str) -> str:
         return key if _KEY.match(key) and not _has_secret(key) else f"redacted:{self._hmac(key)}"
 
     # ------------------------------------------------------------ inside JSON
