@@ -66,8 +66,10 @@ class PromotionState(msgspec.Struct, frozen=True):
     """A verdict that has not been carried out yet."""
     attempts: dict[int, int] = {}
     """Version -> gate evaluations."""
+    gates: dict[int, GateEvaluated] = {}
+    """Version -> its last evaluation."""
     ready: int = -1
-    """Passed the gate against the present champion and waits for its canary."""
+    """The learner's own version that passed the last gate, against the present champion, and has had no canary."""
     gated_batch: int = -1
     """Batch of the own version that was evaluated last."""
     routing: RoutingChanged | None = None
@@ -87,6 +89,27 @@ class PromotionState(msgspec.Struct, frozen=True):
         return max(
             (v for v, c in self.versions.items() if not c.injected and v not in self.retired), default=-1
         )
+
+    @property
+    def queue(self) -> tuple[int, ...]:
+        """Injected versions that passed the gate against the present champion and wait for their canary."""
+        running = -1 if self.canary is None else self.canary.version
+        return tuple(v for v in self._injected if v != running and not self._needs_gate(v))
+
+    @property
+    def ungated(self) -> tuple[int, ...]:
+        """Injected versions without an evaluation against the present champion."""
+        running = -1 if self.canary is None else self.canary.version
+        return tuple(v for v in self._injected if v != running and self._needs_gate(v))
+
+    @property
+    def _injected(self) -> list[int]:
+        spent = self.retired | set(self.champions)
+        return sorted(v for v, c in self.versions.items() if c.injected and v not in spent)
+
+    def _needs_gate(self, version: int) -> bool:
+        gate = self.gates.get(version)
+        return gate is None or gate.against != self.champion
 
     @property
     def previous_champion(self) -> int:
@@ -129,8 +152,9 @@ def apply(state: PromotionState, event: Event, appended_ns: int = 0) -> Promotio
         case CanaryStarted():
             if event.canary < state.num_canaries:
                 return state
+            ready = -1 if state.ready == event.version else state.ready
             return change(
-                state, canary=event, canary_started_ns=appended_ns, num_canaries=event.canary + 1, ready=-1
+                state, canary=event, canary_started_ns=appended_ns, num_canaries=event.canary + 1, ready=ready
             )
         case CanaryFinished():
             if state.canary is None or state.canary.canary != event.canary:
@@ -178,16 +202,20 @@ def _commanded(state: PromotionState, command: str, version: int) -> PromotionSt
 def _gated(state: PromotionState, event: GateEvaluated) -> PromotionState:
     if event.attempt < state.attempts.get(event.version, 0):
         return state
-    attempts = {**state.attempts, event.version: event.attempt + 1}
+    changed = msgspec.structs.replace(
+        state,
+        attempts={**state.attempts, event.version: event.attempt + 1},
+        gates={**state.gates, event.version: event},
+    )
     candidate = state.versions.get(event.version)
-    injected = candidate is not None and bool(candidate.injected)
+    if candidate is None:
+        return changed
+    if candidate.injected:
+        retired = state.retired if event.passed else state.retired | {event.version}
+        return msgspec.structs.replace(changed, retired=retired)
     usable = event.passed and event.against == state.champion and event.version not in state.retired
     return msgspec.structs.replace(
-        state,
-        attempts=attempts,
-        ready=event.version if usable else -1,
-        gated_batch=candidate.batch if candidate is not None and not injected else state.gated_batch,
-        retired=state.retired | {event.version} if injected and not event.passed else state.retired,
+        changed, ready=event.version if usable else -1, gated_batch=candidate.batch
     )
 
 
@@ -270,22 +298,23 @@ def decide(state: PromotionState, facts: Facts, settings: Learner) -> Action | N
         version, why = state.verdict.version, f"canary {state.verdict.canary}: {state.verdict.reason}"
         return Promote(version, why) if state.verdict.verdict == "promote" else Withdraw(version, why)
     if state.canary is not None:
-        return _canary_action(state, state.canary, facts)
+        return _canary_action(state, state.canary, facts, settings)
     if state.frozen:
         return None
     if not settings.gate:
         barred = state.retired | facts.unroutable
         newest = max((v for v in state.versions if v not in barred), default=-1)
         return Promote(newest, "gate is off") if newest > state.champion else None
-    if state.ready >= 0 and state.ready not in facts.unroutable:
-        return StartCanary(state.ready)
-    version = _next_to_gate(state, facts, settings)
-    if version < 0 or facts.heldout < ORCHESTRATIONS_MIN:
-        return None
-    return EvaluateGate(version, state.attempts.get(version, 0))
+    for version in (*state.queue, state.ready):
+        if version >= 0 and version not in facts.unroutable:
+            return StartCanary(version)
+    return _gate_action(state, facts, settings)
 
 
-def _canary_action(state: PromotionState, canary: CanaryStarted, facts: Facts) -> Action | None:
+def _canary_action(
+    state: PromotionState, canary: CanaryStarted, facts: Facts, settings: Learner
+) -> Action | None:
+    now = facts.canary or Verdict("", 0.0, 0.0, 0.0, 0, 0)
     ended = ""
     if state.frozen:
         ended = "frozen"
@@ -293,23 +322,42 @@ def _canary_action(state: PromotionState, canary: CanaryStarted, facts: Facts) -
         ended = "the champion changed"
     elif canary.version in facts.unroutable:
         ended = "serving refused the version"
+    elif now.verdict:
+        return FinishCanary(now)
+    elif _superseded(state, canary, now, settings):
+        ended = f"version {state.ready} is better by its gate"
     if ended:
-        now = facts.canary or Verdict("", 0.0, 0.0, 0.0, 0, 0)
         return FinishCanary(msgspec.structs.replace(now, verdict="inconclusive", reason=ended))
-    return FinishCanary(facts.canary) if facts.canary is not None and facts.canary.verdict else None
+    return _gate_action(state, facts, settings)
 
 
-def _next_to_gate(state: PromotionState, facts: Facts, settings: Learner) -> int:
+def _superseded(state: PromotionState, canary: CanaryStarted, now: Verdict, settings: Learner) -> bool:
+    """Whether the newest candidate's lower bound against the champion is above what the running canary of an older own
+    version promises: the estimate of its gate, or, once both arms are large enough, the canary's upper bound. Waiting
+    for that one's verdict would only keep the better one from serving. An injected version always gets its verdict."""
+    gate, own = state.gates.get(state.ready), state.versions.get(canary.version)
+    if gate is None or own is None or own.injected or state.ready == canary.version:
+        return False
+    before = state.gates.get(canary.version)
+    promised = before.estimate if before is not None else 0
+    if min(now.n_version, now.n_against) >= settings.canary_min:
+        promised = max(promised, min(10**9, round(now.upper * 1e6)))
+    return gate.lower > max(0, promised)
+
+
+def _gate_action(state: PromotionState, facts: Facts, settings: Learner) -> Action | None:
     """Injected versions first, oldest first; else the newest own one, every ``gate_every`` batches."""
-    for version in sorted(state.versions):
-        fresh = state.versions[version].injected and version not in state.attempts
-        if fresh and version not in state.retired | facts.unroutable:
-            return version
+    if facts.heldout < ORCHESTRATIONS_MIN:
+        return None
+    for version in state.ungated:
+        if version not in facts.unroutable:
+            return EvaluateGate(version, state.attempts.get(version, 0))
     newest = state.newest
-    if newest < 0 or newest == state.champion or newest in facts.unroutable:
-        return -1
+    running = -1 if state.canary is None else state.canary.version
+    if newest < 0 or newest in {state.champion, running, *facts.unroutable} or not settings.gate:
+        return None
     since = state.versions[newest].batch - max(0, state.gated_batch)
-    return newest if since >= settings.gate_every else -1
+    return EvaluateGate(newest, state.attempts.get(newest, 0)) if since >= settings.gate_every else None
 
 
 def desired_routing(

@@ -131,8 +131,11 @@ class Learner:
         self._open_window()
 
     def _open_window(self) -> None:
-        self.training.open_window(self.promoter.state.batch_of, self._hyper)
+        self.training.open_window(self._batch_of, self._hyper)
         self._trained_to = self.training.state.to_offset
+
+    def _batch_of(self, version: int) -> int | None:
+        return self.promoter.state.batch_of(version)
 
     @property
     def bootstrapped(self) -> bool:
@@ -215,7 +218,7 @@ class Learner:
                 f"batch {committed.batch} is on the log already: another learner works on this workspace; stop one"
             )
         samples = read_samples(self._log, self._tenant, committed.from_offset, committed.to_offset)
-        self.training.train(committed, samples, self.promoter.state.batch_of)
+        self.training.train(committed, samples, self._batch_of)
         self._unsaved = True
         self._open_window()
         return True

@@ -1,0 +1,154 @@
+"""Losses: METHODS 4.2's worked values, gradients against finite differences, closed options and weight zero."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from spanloop.learner.losses import (
+    all_action_surrogate,
+    clipped_surrogate,
+    effective_sample_size,
+    entropy,
+    importance_weights,
+    k3,
+    menu_log_probs,
+    menu_values_centred,
+    policy_loss,
+    taken,
+)
+
+B = torch.tensor([-1.0, -0.5, -2.0], dtype=torch.float64)
+P = torch.tensor([-0.9, -0.7, -1.6], dtype=torch.float64)
+T = torch.tensor([-0.8, -0.65, -1.7], dtype=torch.float64)
+ONE = torch.ones(3, dtype=torch.float64)
+
+
+def near(value: Tensor | float, expected: float) -> bool:
+    return float(value) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sign", "ppo", "decoupled", "tis", "mis", "bypass"),
+    [
+        (1.0, 1.020426, 1.143990, 1.086133, 0.694037, 1.086903),
+        (-1.0, -1.020426, -1.143990, -1.086133, -0.694037, -1.143990),
+    ],
+)
+def test_worked_values(
+    sign: float, ppo: float, decoupled: float, tis: float, mis: float, bypass: float
+) -> None:
+    surrogate = clipped_surrogate(T, P, sign * ONE, 0.2)
+    assert near(surrogate.mean(), ppo)
+    assert near((importance_weights(P, B) * surrogate).mean(), decoupled)
+    assert near((importance_weights(P, B, 1.3) * surrogate).mean(), tis)
+    assert near((importance_weights(P, B, 1.3, mask=True) * surrogate).mean(), mis)
+    assert near(clipped_surrogate(T, B, sign * ONE, 0.2).mean(), bypass)
+
+
+def test_divergence_and_effective_sample() -> None:
+    assert [round(float(x), 6) for x in k3(P - B)] == [0.005171, 0.018731, 0.091825]
+    assert near(k3(P - B).mean(), 0.038575)
+    assert near(effective_sample_size((P - B).exp()), 2.833723)
+    assert float(effective_sample_size(torch.zeros(3))) == 0.0
+
+
+def test_coma_baseline() -> None:
+    prox = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).log()
+    values = torch.tensor([[0.2, 0.6, 1.0]], dtype=torch.float64)
+    centred = menu_values_centred(values, prox)
+    assert near(centred[0, 2], 0.52)
+    assert near((prox.exp() * centred).sum(), 0.0)
+
+
+def test_menu_log_probs_are_the_served_mixture() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0, 9.0], [0.5, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    menu = torch.tensor([[0, 2, 0], [1, 2, 3]])
+    opened = torch.tensor([[True, True, False], [True, True, True]])
+    probs = menu_log_probs(logits, menu, opened, 0.1).exp()
+    soft = torch.softmax(torch.tensor([1.0, 3.0], dtype=torch.float64), 0)
+    assert torch.allclose(probs[0, :2], 0.9 * soft + 0.05)
+    assert float(probs[0, 2]) == 0.0
+    assert torch.allclose(probs[1], torch.full((3,), 1 / 3, dtype=torch.float64))
+    assert torch.allclose(menu_log_probs(logits, menu, opened).exp().sum(1), torch.ones(2, dtype=torch.float64))
+    assert near(entropy(menu_log_probs(logits, menu, opened))[1], math.log(3))
+
+
+def _problem() -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(3)
+    count, vocabulary, options = 12, 7, 4
+    menu = torch.stack([torch.randperm(vocabulary, generator=g)[:options] for _ in range(count)])
+    opened = torch.ones(count, options, dtype=torch.bool)
+    opened[::3, 3] = False
+    opened[1, 2:] = False
+    prox_logits = torch.randn(count, vocabulary, generator=g, dtype=torch.float64)
+    logits = prox_logits + 0.3 * torch.randn(count, vocabulary, generator=g, dtype=torch.float64)
+    chosen = torch.tensor([i % 2 for i in range(count)])
+    weight = torch.rand(count, generator=g, dtype=torch.float64)
+    weight[4] = 0.0
+    prox = menu_log_probs(prox_logits, menu, opened, 0.05)
+    return {
+        "logits": logits, "menu": menu, "opened": opened, "prox": prox, "chosen": chosen, "weight": weight,
+        "behaviour": taken(prox, chosen) + 0.2 * torch.randn(count, generator=g, dtype=torch.float64),
+        "advantage": torch.randn(count, generator=g, dtype=torch.float64),
+        "values": torch.randn(count, options, generator=g, dtype=torch.float64),
+        "valued": torch.tensor([i % 3 == 0 for i in range(count)]),
+    }  # fmt: skip
+
+
+def _loss(problem: dict[str, Tensor], logits: Tensor) -> Tensor:
+    return policy_loss(
+        menu_log_probs(logits, problem["menu"], problem["opened"], 0.05),
+        prox_NK=problem["prox"],
+        behaviour_N=problem["behaviour"],
+        chosen_N=problem["chosen"],
+        advantage_N=problem["advantage"],
+        values_NK=problem["values"],
+        valued_N=problem["valued"],
+        weight_N=problem["weight"],
+        clip=0.2,
+        cap=2.0,
+        entropy_bonus=0.03,
+    ).loss
+
+
+def test_gradient_equals_finite_differences() -> None:
+    problem = _problem()
+    logits = problem["logits"].clone().requires_grad_()
+    _loss(problem, logits).backward()
+    assert logits.grad is not None
+    step = 1e-6
+    for n in range(logits.shape[0]):
+        for v in range(logits.shape[1]):
+            up, down = problem["logits"].clone(), problem["logits"].clone()
+            up[n, v] += step
+            down[n, v] -= step
+            numeric = float(_loss(problem, up) - _loss(problem, down)) / (2 * step)
+            assert float(logits.grad[n, v]) == pytest.approx(numeric, abs=2e-8, rel=1e-5)
+
+
+def test_closed_options_and_weightless_decisions_have_no_gradient() -> None:
+    problem = _problem()
+    logits = problem["logits"].clone().requires_grad_()
+    _loss(problem, logits).backward()
+    assert logits.grad is not None
+    reachable = torch.zeros_like(logits, dtype=torch.bool)
+    for n in range(logits.shape[0]):
+        if float(problem["weight"][n]) > 0:
+            reachable[n, problem["menu"][n][problem["opened"][n]]] = True
+    assert bool((logits.grad[~reachable] == 0).all())
+    assert bool((logits.grad[reachable] != 0).any())
+
+
+def test_all_action_is_the_expectation_of_the_sampled_surrogate() -> None:
+    problem = _problem()
+    theta = menu_log_probs(problem["logits"], problem["menu"], problem["opened"], 0.05)
+    centred = menu_values_centred(problem["values"], problem["prox"])
+    expected = torch.zeros(theta.shape[0], dtype=torch.float64)
+    for option in range(theta.shape[1]):
+        sampled = clipped_surrogate(theta[:, option], problem["prox"][:, option], centred[:, option], 0.2)
+        expected += problem["prox"][:, option].exp() * sampled
+    assert torch.allclose(all_action_surrogate(theta, problem["prox"], centred, 0.2), expected)
