@@ -19,10 +19,15 @@ TOKENIZER = Tokenizer(WORDS)
 
 def tool(name: str, **parameters: Any) -> dict[str, Any]:
     """An OpenAI tool; a parameter is a list of values or a schema."""
-    properties = {k: v if isinstance(v, dict) else {"type": "string", "enum": list(v)} for k, v in parameters.items()}
+    properties = {
+        k: v if isinstance(v, dict) else {"type": "string", "enum": list(v)} for k, v in parameters.items()
+    }
     return {
         "type": "function",
-        "function": {"name": name, "parameters": {"type": "object", "properties": properties, "required": list(properties)}},
+        "function": {
+            "name": name,
+            "parameters": {"type": "object", "properties": properties, "required": list(properties)},
+        },
     }
 
 

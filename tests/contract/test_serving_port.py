@@ -71,7 +71,9 @@ def test_a_probe_tells_the_weights(serving, tmp_path):
         found = serving.probe(f"policy@v{version}", prompts)
         for prompt, logprobs in zip(prompts, found, strict=True):
             scores = torch.log_softmax(net(version)(torch.tensor([prompt]))[0], -1)
-            assert logprobs == pytest.approx([float(scores[t, token]) for t, token in enumerate(prompt[1:])], abs=1e-5)
+            assert logprobs == pytest.approx(
+                [float(scores[t, token]) for t, token in enumerate(prompt[1:])], abs=1e-5
+            )
     assert serving.probe("policy@v1", prompts) != serving.probe("policy@v2", prompts)
 
 

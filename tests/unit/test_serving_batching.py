@@ -47,7 +47,9 @@ async def test_two_versions_in_one_batch_answer_as_alone():
 
 async def test_the_logprob_is_the_log_of_the_mixture_of_the_networks_logits():
     made = net(3)
-    (done,) = await run(Batcher(max_batch=4, max_wait_s=0), [row(made, PROMPTS[0], temperature=0.7, exploration=0.2)])
+    (done,) = await run(
+        Batcher(max_batch=4, max_wait_s=0), [row(made, PROMPTS[0], temperature=0.7, exploration=0.2)]
+    )
     assert TOKENIZER.decode([s.token_id for s in done.steps])[0] == "spawn"
     ids, node = list(PROMPTS[0]), GRAMMAR.root
     for step in done.steps:
@@ -64,7 +66,12 @@ async def test_the_logprob_is_the_log_of_the_mixture_of_the_networks_logits():
 
 async def test_forced_words_need_no_pass():
     forced = compile_grammar(
-        [{"type": "function", "function": {"name": "look", "parameters": {"properties": {"skill": {"const": "a"}}}}}],
+        [
+            {
+                "type": "function",
+                "function": {"name": "look", "parameters": {"properties": {"skill": {"const": "a"}}}},
+            }
+        ],
         "required",
         TOKENIZER,
     )

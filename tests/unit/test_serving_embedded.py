@@ -21,7 +21,7 @@ TOKENS = {"logprobs": True, "top_logprobs": 20, "return_token_ids": True, "retur
 async def server(tmp_path):
     for version in (1, 2):
         save_version(tmp_path, version)
-    yield EmbeddedServer(settings_of(tmp_path, serving={"exploration": 0.1}))
+    return EmbeddedServer(settings_of(tmp_path, serving={"exploration": 0.1}))
 
 
 @pytest.fixture
@@ -48,7 +48,8 @@ async def test_the_shape_is_vllms(client):
     message = choice["message"]
     assert (message["role"], message["content"]) == ("assistant", None)
     (call,) = message["tool_calls"]
-    assert call["type"] == "function" and call["id"]
+    assert call["type"] == "function"
+    assert call["id"]
     words = [call["function"]["name"], *json.loads(call["function"]["arguments"]).values()]
     assert TOKENIZER.decode(ids) == words
     entries = choice["logprobs"]["content"]
@@ -102,10 +103,13 @@ async def test_a_stream_spells_the_same_answer(client):
         chunks = sse(await answer.text())
     assert {c["object"] for c in chunks} == {"chat.completion.chunk"}
     assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
-    assert chunks[-1]["usage"] == whole["usage"] and chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert chunks[-1]["choices"] == []
     parts = [c["choices"][0] for c in chunks[:-1]]
     assert [i for p in parts for i in p["token_ids"]] == whole["choices"][0]["token_ids"]
-    assert [e for p in parts if p["logprobs"] for e in p["logprobs"]["content"]] == whole["choices"][0]["logprobs"]["content"]
+    assert [e for p in parts if p["logprobs"] for e in p["logprobs"]["content"]] == whole["choices"][0][
+        "logprobs"
+    ]["content"]
     calls = [d for p in parts for d in p["delta"].get("tool_calls", ())]
     function = whole["choices"][0]["message"]["tool_calls"][0]["function"]
     assert calls[0]["function"]["name"] == function["name"]
@@ -119,7 +123,11 @@ async def test_a_stream_spells_the_same_answer(client):
         ({"model": "policy@v9"}, 404, "The model `policy@v9` does not exist."),
         ({"model": "../policies/policy@v1"}, 404, "does not exist"),
         ({"tools": None}, 400, "only generates tool calls"),
-        ({"tools": [tool("look", note={"type": "string"})]}, 400, "not an enum; the embedded server only generates enum"),
+        (
+            {"tools": [tool("look", note={"type": "string"})]},
+            400,
+            "not an enum; the embedded server only generates enum",
+        ),
         ({"tools": [tool("look", skill=["zebra"])]}, 400, "'zebra' is not in the vocabulary"),
         ({"content": "red " * 13}, 400, "more than the 16 of the context"),
         ({"max_tokens": 2}, 400, "max_tokens = 2 cannot hold the longest response of 3"),
@@ -147,7 +155,8 @@ async def test_malformed_bodies_and_unknown_routes(client):
             assert answer.status == status
             assert (await answer.json())["error"]["message"]
     async with client.get("/v1/nothing") as answer:
-        assert answer.status == 404 and "error" in await answer.json()
+        assert answer.status == 404
+        assert "error" in await answer.json()
     async with client.post("/v1/chat/completions", data=b"x" * (5 * 2**20)) as answer:
         assert answer.status == 413
 
@@ -156,10 +165,16 @@ async def test_load_list_unload_as_vllm(client, tmp_path):
     path = str(tmp_path / "policies" / "policy@v2")
     load = {"lora_name": "canary", "lora_path": path}
     async with client.post("/v1/load_lora_adapter", json=load) as answer:
-        assert (answer.status, await answer.text()) == (200, "Success: LoRA adapter 'canary' added successfully.")
+        assert (answer.status, await answer.text()) == (
+            200,
+            "Success: LoRA adapter 'canary' added successfully.",
+        )
     async with client.post("/v1/load_lora_adapter", json=load) as answer:
-        assert answer.status == 400 and "already been loaded" in (await answer.json())["error"]["message"]
-    async with client.post("/v1/load_lora_adapter", json={**load, "lora_name": "x", "lora_path": path + "0"}) as answer:
+        assert answer.status == 400
+        assert "already been loaded" in (await answer.json())["error"]["message"]
+    async with client.post(
+        "/v1/load_lora_adapter", json={**load, "lora_name": "x", "lora_path": path + "0"}
+    ) as answer:
         assert answer.status == 404
     async with client.get("/v1/models") as answer:
         (card,) = (await answer.json())["data"]
@@ -179,7 +194,8 @@ async def test_a_corrupt_artifact_is_refused_and_a_restored_one_served(client, t
     good = file.read_bytes()
     file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     status, body = await ask(client, model="policy@v2")
-    assert status == 400 and "corrupt" in body["error"]["message"]
+    assert status == 400
+    assert "corrupt" in body["error"]["message"]
     file.write_bytes(good)
     assert (await ask(client, model="policy@v2"))[0] == 200
 
@@ -193,16 +209,31 @@ async def test_many_first_requests_load_once(client, server, monkeypatch):
 
 
 async def test_prompts_are_scored_as_vllm_does(client):
-    body = {"model": "policy@v1", "prompt": [[1, 5, 3], [1, 6]], "max_tokens": 1, "prompt_logprobs": 1, "return_token_ids": True}
+    body = {
+        "model": "policy@v1",
+        "prompt": [[1, 5, 3], [1, 6]],
+        "max_tokens": 1,
+        "prompt_logprobs": 1,
+        "return_token_ids": True,
+    }
     async with client.post("/v1/completions", json=body) as answer:
         found = await answer.json()
     assert [c["index"] for c in found["choices"]] == [0, 1]
     first, second = (c["prompt_logprobs"] for c in found["choices"])
-    assert first[0] is None and second[0] is None
-    assert set(first[1]) >= {"5"} and first[1]["5"]["decoded_token"] == "red"
+    assert first[0] is None
+    assert second[0] is None
+    assert set(first[1]) >= {"5"}
+    assert first[1]["5"]["decoded_token"] == "red"
     assert min(entry["rank"] for entry in first[1].values()) == 1
     assert found["choices"][1]["prompt_token_ids"] == [1, 6]
-    for wrong in ({"prompt": [99]}, {"prompt": []}, {"prompt": [1, [2]]}, {"prompt": [1] * 17}, {"max_tokens": 5}, {"prompt": "red"}):
+    for wrong in (
+        {"prompt": [99]},
+        {"prompt": []},
+        {"prompt": [1, [2]]},
+        {"prompt": [1] * 17},
+        {"max_tokens": 5},
+        {"prompt": "red"},
+    ):
         async with client.post("/v1/completions", json={**body, **wrong}) as answer:
             assert answer.status == 400, wrong
 

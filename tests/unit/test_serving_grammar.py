@@ -62,7 +62,9 @@ def test_every_call_has_exactly_one_path(tools):
     expected = [
         (t["function"]["name"], dict(zip(t["function"]["parameters"]["properties"], values, strict=True)))
         for t in tools
-        for values in itertools.product(*[p["enum"] for p in t["function"]["parameters"]["properties"].values()])
+        for values in itertools.product(
+            *[p["enum"] for p in t["function"]["parameters"]["properties"].values()]
+        )
     ]
     assert [(name, json.loads(arguments)) for name, arguments in calls] == expected
     assert grammar.max_tokens == max(len(path) for path in all_paths(grammar.root))
@@ -97,7 +99,9 @@ def test_literals_as_pydantic_writes_them():
     def spawn(skill: Literal["a", "b"], brief: Literal["short"], sure: Literal[True]) -> None: ...
 
     schema = Tool(spawn).function_schema.json_schema
-    grammar = compile_grammar([{"type": "function", "function": {"name": "spawn", "parameters": schema}}], "auto", TOKENIZER)
+    grammar = compile_grammar(
+        [{"type": "function", "function": {"name": "spawn", "parameters": schema}}], "auto", TOKENIZER
+    )
     ids = TOKENIZER.encode(["spawn", "b", "short", "true"])
     assert json.loads(grammar.parse(ids)[1]) == {"skill": "b", "brief": "short", "sure": True}
 
@@ -115,7 +119,11 @@ def test_literals_as_pydantic_writes_them():
         ([tool("look"), tool("look")], "required", "twice"),
         ([tool("look", sure={"enum": ["true", True]})], "required", "both written"),
         (TOOLS, {"type": "function", "function": {"name": "fly"}}, "none of the tools"),
-        ([tool("look", **{f"p{i}": list("abc") for i in range(3)})] * 1 + [{"type": "x"}], "required", "a tool is"),
+        (
+            [tool("look", **{f"p{i}": list("abc") for i in range(3)})] * 1 + [{"type": "x"}],
+            "required",
+            "a tool is",
+        ),
     ],
 )
 def test_refusals_name_what_is_wrong(tools, choice, says):
@@ -139,7 +147,10 @@ def test_prompts_are_the_last_user_or_tool_message():
         {"role": "system", "content": "blue"},
         {"role": "user", "content": "red"},
         {"role": "assistant", "content": None},
-        {"role": "tool", "content": [{"type": "text", "text": "green  zebra"}, {"type": "text", "text": "<act>"}]},
+        {
+            "role": "tool",
+            "content": [{"type": "text", "text": "green  zebra"}, {"type": "text", "text": "<act>"}],
+        },
         {"role": "assistant", "content": "blue"},
     ]
     assert TOKENIZER.prompt_ids(messages) == [BOS, TOKENIZER.id_of("green"), UNK, UNK, ACT]

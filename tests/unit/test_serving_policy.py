@@ -21,13 +21,19 @@ def test_no_position_sees_its_future_or_the_padding():
     torch.testing.assert_close(whole[0, :3], changed[0, :3])
     assert not torch.allclose(whole[0, 3], changed[0, 3])
     torch.testing.assert_close(whole[1, :3], made(torch.tensor([[1, 8, 3]]))[0])
-    torch.testing.assert_close(made.last_logits(ids, torch.tensor([5, 3])), torch.stack([whole[0, 4], whole[1, 2]]))
+    torch.testing.assert_close(
+        made.last_logits(ids, torch.tensor([5, 3])), torch.stack([whole[0, 4], whole[1, 2]])
+    )
 
 
 def test_the_first_policy_follows_its_seed_only():
     config = PolicyConfig(TOKENIZER.size)
     before = torch.random.get_rng_state()
-    one, same, other = PolicyNet.initial(config, 1), PolicyNet.initial(config, 1), PolicyNet.initial(config, 2)
+    one, same, other = (
+        PolicyNet.initial(config, 1),
+        PolicyNet.initial(config, 1),
+        PolicyNet.initial(config, 2),
+    )
     assert torch.equal(before, torch.random.get_rng_state())
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
     assert not torch.equal(one.head.weight, other.head.weight)
@@ -110,7 +116,10 @@ def reweigh(folder, change):
         (lambda f: (f / "manifest.json").write_text("{"), "not a valid Manifest"),
         (lambda f: edit_manifest(f, format=9), "format 9"),
         (lambda f: edit_manifest(f, vocabulary=["a"]), "tokens in the vocabulary"),
-        (lambda f: reweigh(f, lambda w: w["head.bias"].fill_(float("nan"))), "head.bias has values that are not finite"),
+        (
+            lambda f: reweigh(f, lambda w: w["head.bias"].fill_(float("nan"))),
+            "head.bias has values that are not finite",
+        ),
         (lambda f: reweigh(f, lambda w: w.pop("head.bias")), "do not fit the network: head.bias"),
         (lambda f: reweigh(f, lambda w: w.update({"head.bias": torch.zeros(3)})), "do not fit"),
         (lambda f: reweigh(f, lambda w: w.update({"head.bias": w["head.bias"].half()})), "do not fit"),

@@ -29,7 +29,9 @@ def test_worked_values():
     assert behaviour(np.log([1.0, 3.0]), temperature=0.5).tolist() == pytest.approx([0.1, 0.9])
     assert behaviour(np.array([1.0, 2.0, 2.0]), temperature=0.0, exploration=0.3).tolist() == [0, 1, 0]
     assert behaviour(np.log([0.5, 0.3, 0.2]), top_p=0.8).tolist() == pytest.approx([0.625, 0.375, 0.0])
-    assert behaviour(np.log([0.5, 0.3, 0.2]), top_p=0.4, exploration=0.3).tolist() == pytest.approx([0.8, 0.1, 0.1])
+    assert behaviour(np.log([0.5, 0.3, 0.2]), top_p=0.4, exploration=0.3).tolist() == pytest.approx(
+        [0.8, 0.1, 0.1]
+    )
 
 
 def test_logarithms_are_float32_and_zero_is_vllms_mark():

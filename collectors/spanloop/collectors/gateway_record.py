@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from spanloop.collectors.gateway_tokens import call_tokens
+from spanloop.collectors.untyped import maps, number, text, the_map
 from spanloop.schemas.canonical import canonical_json
 from spanloop.schemas.events import SpansReceived
 from spanloop.schemas.ids import gateway_span_id, gateway_trace_id
@@ -68,7 +69,7 @@ def call_event(record: CallRecord, *, content: bool, redact: Redact | None = Non
         redact: Applied to the span when ``content`` is False; None leaves messages out altogether.
     """
     response = record.response or {}
-    response_id = _text(response.get("id"))
+    response_id = text(response.get("id"))
     identity = response_id or record.call_id
     trace_id, parent_span_id = record.parent or (gateway_trace_id(identity), None)
     attributes = _attributes(record, response, response_id)
@@ -81,7 +82,7 @@ def call_event(record: CallRecord, *, content: bool, redact: Redact | None = Non
         trace_id=trace_id,
         span_id=gateway_span_id(identity),
         parent_span_id=parent_span_id,
-        name=f"chat {_text(record.request.get('model'))}".rstrip(),
+        name=f"chat {text(record.request.get('model'))}".rstrip(),
         kind=CLIENT,
         start_ns=record.start_ns,
         end_ns=record.end_ns,
@@ -97,20 +98,20 @@ def call_event(record: CallRecord, *, content: bool, redact: Redact | None = Non
 
 
 def _attributes(record: CallRecord, response: Mapping[str, Any], response_id: str) -> dict[str, Any]:
-    request, usage = record.request, response.get("usage") or {}
-    finish = [c.get("finish_reason") for c in response.get("choices") or () if isinstance(c, dict)]
+    request, usage = record.request, the_map(response.get("usage"))
+    finish = [text(choice.get("finish_reason")) for choice in maps(response.get("choices"))]
     found: dict[str, Any] = {
         "gen_ai.operation.name": "chat",
-        "gen_ai.request.model": _text(request.get("model")),
-        "gen_ai.response.model": _text(response.get("model")),
+        "gen_ai.request.model": text(request.get("model")),
+        "gen_ai.response.model": text(response.get("model")),
         "gen_ai.response.id": response_id,
-        "gen_ai.response.finish_reasons": [reason for reason in finish if isinstance(reason, str)],
-        "gen_ai.usage.input_tokens": _number(usage.get("prompt_tokens")),
-        "gen_ai.usage.output_tokens": _number(usage.get("completion_tokens")),
-        "gen_ai.request.temperature": _number(request.get("temperature")),
-        "gen_ai.request.top_p": _number(request.get("top_p")),
-        "gen_ai.request.max_tokens": _number(request.get("max_completion_tokens", request.get("max_tokens"))),
-        "gen_ai.request.seed": _number(request.get("seed")),
+        "gen_ai.response.finish_reasons": [reason for reason in finish if reason],
+        "gen_ai.usage.input_tokens": number(usage.get("prompt_tokens")),
+        "gen_ai.usage.output_tokens": number(usage.get("completion_tokens")),
+        "gen_ai.request.temperature": number(request.get("temperature")),
+        "gen_ai.request.top_p": number(request.get("top_p")),
+        "gen_ai.request.max_tokens": number(request.get("max_completion_tokens", request.get("max_tokens"))),
+        "gen_ai.request.seed": number(request.get("seed")),
         "gen_ai.request.stream": True if record.streamed else None,
         "server.address": record.server_address,
         "server.port": record.server_port or None,
@@ -144,14 +145,13 @@ def _token_attributes(record: CallRecord, response: Mapping[str, Any]) -> dict[s
 def _messages(request: Mapping[str, Any], response: Mapping[str, Any]) -> dict[str, Any]:
     """Messages as JSON texts in the parts of the GenAI conventions."""
     found: dict[str, Any] = {}
-    asked = request.get("messages")
-    if isinstance(asked, list):
-        found["gen_ai.input.messages"] = _json([_message(m) for m in asked if isinstance(m, dict)])
+    if isinstance(request.get("messages"), list):
+        found["gen_ai.input.messages"] = _json([_message(m) for m in maps(request["messages"])])
     answers: list[dict[str, Any]] = []
     for choice in response.get("choices") or ():
         if isinstance(choice, dict) and isinstance(choice.get("message"), dict):
             answers.append(
-                {**_message(choice["message"]), "finish_reason": _text(choice.get("finish_reason"))}
+                {**_message(choice["message"]), "finish_reason": text(choice.get("finish_reason"))}
             )
     if answers:
         found["gen_ai.output.messages"] = _json(answers)
@@ -162,18 +162,17 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     parts: list[dict[str, Any]] = []
     content = message.get("content")
     if message.get("role") == "tool":
-        call_id = _text(message.get("tool_call_id"))
+        call_id = text(message.get("tool_call_id"))
         parts.append({"type": "tool_call_response", "id": call_id, "response": _flat(content)})
     elif content:
         parts.append({"type": "text", "content": _flat(content)})
-    for call in message.get("tool_calls") or ():
-        function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict):
-            name, arguments = _text(function.get("name")), _text(function.get("arguments"))
+    for call in maps(message.get("tool_calls")):
+        if function := the_map(call.get("function")):
+            name, arguments = text(function.get("name")), text(function.get("arguments"))
             parts.append(
-                {"type": "tool_call", "id": _text(call.get("id")), "name": name, "arguments": arguments}
+                {"type": "tool_call", "id": text(call.get("id")), "name": name, "arguments": arguments}
             )
-    return {"role": _text(message.get("role")), "parts": parts}
+    return {"role": text(message.get("role")), "parts": parts}
 
 
 def _json(value: Any) -> str:
@@ -182,13 +181,5 @@ def _json(value: Any) -> str:
 
 def _flat(content: Any) -> str:
     if isinstance(content, list):
-        return "\n".join(_text(p.get("text")) for p in content if isinstance(p, dict))
-    return _text(content)
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
-
-
-def _number(value: Any) -> int | float | None:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+        return "\n".join(text(part.get("text")) for part in maps(content))
+    return text(content)

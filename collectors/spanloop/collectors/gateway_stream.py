@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["ChunkFolder", "SseSplitter"]
+from spanloop.collectors.untyped import maps, number, text, the_map
+
+__all__ = ["ChunkFolder", "SseSplitter", "event_data"]
 
 EVENT_BYTES_MAX = 16 * 2**20
 """A longer event is an error of the upstream."""
+TOOL_CALLS_MAX = 1024
+"""Tool calls of one message that are recorded."""
 
 
 class SseSplitter:
@@ -18,7 +22,9 @@ class SseSplitter:
 
     def feed(self, data: bytes) -> list[bytes]:
         """Events that are complete with these bytes. Raises ValueError when one grows beyond all measure."""
-        self._buffer += data.replace(b"\r\n", b"\n")
+        self._buffer += data
+        if b"\r" in self._buffer:
+            self._buffer = self._buffer.replace(b"\r\n", b"\n")
         *events, self._buffer = self._buffer.split(b"\n\n")
         if len(self._buffer) > EVENT_BYTES_MAX:
             raise ValueError(f"an event of the stream has more than {EVENT_BYTES_MAX} bytes")
@@ -50,20 +56,19 @@ class ChunkFolder:
         for name in ("id", "created", "model", "usage", "prompt_token_ids", "system_fingerprint"):
             if chunk.get(name) is not None:
                 self._head[name] = chunk[name]
-        for part in chunk.get("choices") or ():
-            index = part.get("index", 0)
+        for part in maps(chunk.get("choices")):
+            index = int(number(part.get("index")) or 0)
             choice = self._choices.setdefault(
                 index,
                 {"index": index, "message": {"role": "assistant", "content": None}, "finish_reason": None},
             )
             if part.get("finish_reason") is not None:
                 choice["finish_reason"] = part["finish_reason"]
-            if part.get("token_ids"):
+            if isinstance(part.get("token_ids"), list):
                 choice.setdefault("token_ids", []).extend(part["token_ids"])
-            content = (part.get("logprobs") or {}).get("content")
-            if content:
+            if content := maps(the_map(part.get("logprobs")).get("content")):
                 choice.setdefault("logprobs", {"content": []})["content"].extend(content)
-            _fold_delta(choice["message"], part.get("delta") or {})
+            _fold_delta(choice["message"], the_map(part.get("delta")))
 
     def response(self) -> dict[str, Any] | None:
         """The response so far; None before the first chunk."""
@@ -74,18 +79,18 @@ class ChunkFolder:
 
 
 def _fold_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
-    if delta.get("role"):
-        message["role"] = delta["role"]
+    message["role"] = text(delta.get("role")) or message["role"]
     for name in ("content", "refusal", "reasoning_content"):
-        if delta.get(name):
-            message[name] = (message.get(name) or "") + delta[name]
-    for part in delta.get("tool_calls") or ():
+        if piece := text(delta.get(name)):
+            message[name] = (message.get(name) or "") + piece
+    for part in maps(delta.get("tool_calls")):
         calls = message.setdefault("tool_calls", [])
-        index = part.get("index", 0)
+        index = int(number(part.get("index")) or 0)
+        if not 0 <= index < TOOL_CALLS_MAX:
+            continue
         while len(calls) <= index:
             calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
-        call = calls[index]
-        call["id"] = part.get("id") or call["id"]
-        function = part.get("function") or {}
-        call["function"]["name"] += function.get("name") or ""
-        call["function"]["arguments"] += function.get("arguments") or ""
+        function, told = calls[index]["function"], the_map(part.get("function"))
+        calls[index]["id"] = text(part.get("id")) or calls[index]["id"]
+        function["name"] += text(told.get("name"))
+        function["arguments"] += text(told.get("arguments"))

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from spanloop.collectors.untyped import maps, number, text, the_map
+
 __all__ = ["Asked", "CallTokens", "ask_for_tokens", "call_tokens", "strip_choice", "strip_response"]
 
 TOP_LOGPROBS = 20
@@ -46,11 +48,11 @@ def ask_for_tokens(body: dict[str, Any], model: str, *, tokens: bool) -> tuple[d
 
     A client that asks for log-probabilities itself keeps its own choice of them; then there is no menu.
     """
-    options = body.get("stream_options")
+    options = the_map(body.get("stream_options"))
     asked = Asked(
         logprobs=bool(body.get("logprobs")),
         token_ids=bool(body.get("return_token_ids")),
-        usage=isinstance(options, dict) and bool(options.get("include_usage")),
+        usage=bool(options.get("include_usage")),
     )
     asking = {**body, "model": model}
     if tokens:
@@ -58,7 +60,7 @@ def ask_for_tokens(body: dict[str, Any], model: str, *, tokens: bool) -> tuple[d
         if not asked.logprobs:
             asking.update(logprobs=True, top_logprobs=TOP_LOGPROBS, return_tokens_as_token_ids=True)
     if body.get("stream"):
-        asking["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
+        asking["stream_options"] = {**options, "include_usage": True}
     return asking, asked
 
 
@@ -74,50 +76,51 @@ def strip_response(response: dict[str, Any], asked: Asked) -> None:
     """Remove from a response (or chunk) what the client did not ask for."""
     if not asked.token_ids:
         response.pop("prompt_token_ids", None)
-    for choice in response.get("choices") or ():
-        if isinstance(choice, dict):
-            strip_choice(choice, asked)
+    for choice in maps(response.get("choices")):
+        strip_choice(choice, asked)
 
 
 def call_tokens(response: Mapping[str, Any]) -> CallTokens:
     """Tokens of a complete response; parts that do not fit each other are left out and named in ``problem``."""
-    choices = response.get("choices") or []
+    choices = maps(response.get("choices"))
     if len(choices) != 1:
         return CallTokens(problem=f"{len(choices)} choices")
     choice = choices[0]
-    prompt_ids = response.get("prompt_token_ids") or choice.get("prompt_token_ids")
-    response_ids = choice.get("token_ids")
-    if not _ints(prompt_ids) or not _ints(response_ids):
+    prompt_ids = _ids(response.get("prompt_token_ids") or choice.get("prompt_token_ids"))
+    response_ids = _ids(choice.get("token_ids"))
+    if not prompt_ids or not response_ids:
         return CallTokens(problem="the server gave no token ids")
-    entries = (choice.get("logprobs") or {}).get("content") or []
+    entries = maps(the_map(choice.get("logprobs")).get("content"))
     if len(entries) != len(response_ids):
         problem = f"{len(response_ids)} token ids but {len(entries)} log-probabilities"
-        return CallTokens(tuple(prompt_ids), tuple(response_ids), problem=problem)
-    logprobs = tuple(float(entry["logprob"]) for entry in entries)
-    if not all(math.isfinite(p) for p in logprobs):
-        return CallTokens(tuple(prompt_ids), tuple(response_ids), problem="a log-probability is not finite")
+        return CallTokens(prompt_ids, response_ids, problem=problem)
+    found = [number(entry.get("logprob")) for entry in entries]
+    logprobs = tuple(float(value) for value in found if value is not None and math.isfinite(value))
+    if len(logprobs) != len(found):
+        return CallTokens(prompt_ids, response_ids, problem="a log-probability is not finite")
     menus = tuple(
-        _menu(token_id, logprob, entry.get("top_logprobs") or ())
+        _menu(token_id, logprob, maps(entry.get("top_logprobs")))
         for token_id, logprob, entry in zip(response_ids, logprobs, entries, strict=True)
     )
-    return CallTokens(tuple(prompt_ids), tuple(response_ids), logprobs, menus)
+    return CallTokens(prompt_ids, response_ids, logprobs, menus)
 
 
 def _menu(token_id: int, logprob: float, top: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, float], ...]:
     """All open options with their log-probabilities, or only the sampled one where the list is not complete."""
     options: dict[int, float] = {}
     for entry in top:
-        token, value = str(entry.get("token", "")), entry.get("logprob")
-        number = token.removeprefix("token_id:")
-        if number == token or not number.isdigit() or not isinstance(value, int | float):
+        token, value = text(entry.get("token")), number(entry.get("logprob"))
+        digits = token.removeprefix("token_id:")
+        if digits == token or not digits.isdecimal() or value is None:
             return ((token_id, logprob),)
         if math.isfinite(value) and value > MASKED_BELOW:
-            options[int(number)] = float(value)
+            options[int(digits)] = float(value)
     options.setdefault(token_id, logprob)
     if abs(sum(math.exp(p) for p in options.values()) - 1.0) > MENU_MASS:
         return ((token_id, logprob),)
     return tuple(sorted(options.items()))
 
 
-def _ints(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+def _ids(value: Any) -> tuple[int, ...]:
+    """Token ids; empty when the value is not a list of integers."""
+    return tuple(value) if isinstance(value, list) and all(type(item) is int for item in value) else ()

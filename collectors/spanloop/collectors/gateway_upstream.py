@@ -179,8 +179,9 @@ def _fold_whole(call: Call, data: bytes) -> bytes:
 
 def _shown(response: dict[str, Any], asked: Asked) -> dict[str, Any]:
     """The client's copy; it shares what is not removed with the record's."""
-    choices = [dict(c) if isinstance(c, dict) else c for c in response.get("choices") or ()]
-    shown = {**response, "choices": choices}
+    shown = dict(response)
+    if isinstance(response.get("choices"), list):
+        shown["choices"] = [dict(c) if isinstance(c, dict) else c for c in response["choices"]]
     strip_response(shown, asked)
     return shown
 
@@ -202,7 +203,7 @@ def _event(call: Call, event: bytes, folder: ChunkFolder) -> bytes:
         return event + b"\n\n"
     shown = _shown(chunk, call.asked)
     if not call.asked.usage:
-        if not shown["choices"] and shown.get("usage") is not None:
+        if not shown.get("choices") and shown.get("usage") is not None:
             return b""
         shown.pop("usage", None)
     return b"data: " + _encode(shown) + b"\n\n"

@@ -111,7 +111,9 @@ class HttpServing:
             )
         if status != 200:
             return status, _message(data)
-        return status, msgspec.json.decode(data) if data[:1] in (b"{", b"[") else data.decode("utf-8", "replace")
+        return status, msgspec.json.decode(data) if data[:1] in (b"{", b"[") else data.decode(
+            "utf-8", "replace"
+        )
 
 
 def _message(data: bytes) -> str:
