@@ -25,10 +25,8 @@ from spanloop.schemas.events import (
 )
 from spanloop.schemas.orchestration import OrchestrationContent
 
-__all__ = ["HELD_MAX", "Held", "Store"]
+__all__ = ["Held", "Store"]
 
-HELD_MAX = 50_000
-"""Orchestrations held; the longest untouched is evicted first."""
 FEEDBACK_MAX = 256
 """Feedbacks kept on one target; those with the smallest (observed_ns, feedback_id) go first."""
 TARGETS_MAX = 50_000
@@ -93,6 +91,14 @@ def targets_of(content: OrchestrationContent) -> tuple[str, ...]:
     return tuple(f"{content.tenant}/{name}" for name in names)
 
 
+def _home(event: FeedbackReceived) -> str:
+    """Where feedback is kept: under its target; on a span whose trace is named, under that trace, so that it counts
+    there even where the span itself never arrives."""
+    if event.target_kind == "span" and event.trace_id:
+        return f"{event.tenant}/trace/{event.trace_id}"
+    return event.key
+
+
 def _id_targets(tenant: str, ids: Iterable[str]) -> tuple[str, ...]:
     return tuple(f"{tenant}/orchestration/{name}" for name in ids)
 
@@ -100,8 +106,9 @@ def _id_targets(tenant: str, ids: Iterable[str]) -> tuple[str, ...]:
 class Store:
     """State of the signal stage."""
 
-    def __init__(self, retention_ns: int) -> None:
+    def __init__(self, retention_ns: int, held_max: int) -> None:
         self._retention_ns = retention_ns
+        self._held_max = held_max
         self.held: dict[str, Held] = {}
         """By key, the longest untouched first."""
         self._owner: dict[str, str] = {}
@@ -237,7 +244,7 @@ class Store:
 
     def put_feedback(self, event: FeedbackReceived, now_ns: int) -> list[str]:
         """Take in feedback; returns the key of the orchestration that it is on, if that is here."""
-        target = event.key
+        target = _home(event)
         entry = self._feedback.setdefault(target, _Feedback(now_ns))
         if event.feedback_id not in entry.items:
             entry.items[event.feedback_id] = event
@@ -333,7 +340,7 @@ class Store:
         limit = now_ns - self._retention_ns
         while self.held:
             key, item = next(iter(self.held.items()))
-            if item.touched_ns > limit and len(self.held) <= HELD_MAX:
+            if item.touched_ns > limit and len(self.held) <= self._held_max:
                 break
             self._drop_held(key, item)
         letters: list[DeadLettered] = []

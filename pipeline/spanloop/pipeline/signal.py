@@ -8,7 +8,7 @@ dead-lettered. When two orchestrations merge, what was derived from the lost id 
 The version of the value model: the newest on ``models`` at the record with which the orchestration's reward first became final; it is
 kept for all later revisions and recorded on the credit. It does not depend on how records were batched.
 Invariants: the content of the last outputs is a function of (last content, set of feedback, recorded version); at most
-``HELD_MAX`` orchestrations are held, the longest untouched go first.
+``settings.orchestrations_max`` orchestrations are held, the longest untouched go first.
 """
 
 from __future__ import annotations
@@ -168,15 +168,18 @@ class SignalStage:
     def __init__(self, settings: Pipeline) -> None:
         self._settings = settings
         self._terms = RewardTerms.of(settings)
-        self._store = Store(int(settings.retention_s * 1e9))
+        self._store = self._fresh_store()
         self._asking: dict[str, Asking] = {}
         self._contents: dict[str, OrchestrationContent] = {}
 
     def restore(self, entries: Mapping[str, bytes]) -> None:
         """Become the committed state."""
-        self._store = Store(int(self._settings.retention_s * 1e9))
+        self._store = self._fresh_store()
         self._store.restore(entries)
         self._asking = {}
+
+    def _fresh_store(self) -> Store:
+        return Store(int(self._settings.retention_s * 1e9), self._settings.orchestrations_max)
 
     def process(self, records: Iterable[LogRecord], now_ns: int) -> StageOutput:
         """Fold records in order, then derive once for each orchestration that they touched."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,7 +31,46 @@ def canonical_json(value: Any) -> bytes:
     >>> canonical_json({"b": 1, "a": [1.5, None]})
     b'{"a":[1.5,null],"b":1}'
     """
-    return _encoder.encode(value)
+    return _encoder.encode(_with_defaults(value))
+
+
+@cache
+def _shared_defaults(cls: type[msgspec.Struct]) -> tuple[tuple[str, Any], ...]:
+    """Fields whose default may be equal without being the same object: texts, floats, large ints."""
+    pairs = zip(cls.__struct_fields__[::-1], cls.__struct_defaults__[::-1], strict=False)
+    return tuple(
+        (name, default)
+        for name, default in pairs
+        if (isinstance(default, str) and default)
+        or (isinstance(default, float | int) and not isinstance(default, bool) and default not in range(257))
+        or isinstance(default, float)
+    )
+
+
+def _with_defaults(value: Any) -> Any:
+    """``value`` with the defaults' own objects: msgspec leaves out a default by identity, so that a text read from
+    JSON would be written where the same text from a literal is not, and equal structs would have unequal bytes."""
+    if isinstance(value, tuple | list):
+        if value and isinstance(value[0], msgspec.Struct | tuple | list):
+            changed = [_with_defaults(item) for item in value]
+            if any(new is not old for new, old in zip(changed, value, strict=True)):
+                return changed
+        return value
+    if not isinstance(value, msgspec.Struct):
+        return value
+    cls = type(value)
+    changes: dict[str, Any] = {}
+    for name, default in _shared_defaults(cls):
+        own = getattr(value, name)
+        if own is not default and own == default and type(own) is type(default):
+            changes[name] = default
+    for name in cls.__struct_fields__:
+        own = getattr(value, name)
+        if isinstance(own, msgspec.Struct | tuple) and own:
+            new = _with_defaults(own)
+            if new is not own:
+                changes[name] = new
+    return msgspec.structs.replace(value, **changes) if changes else value
 
 
 def decode_json(data: bytes | str, type_: type[T] = Any) -> T:  # type: ignore[assignment]

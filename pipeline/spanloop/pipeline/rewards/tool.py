@@ -2,7 +2,8 @@
 
 r(call) = valid * used * gate(outcome) - price - duplicate_penalty * repeated. ``used`` holds where the result has a path of
 non-temporal edges to something that ends the work (aggregate, return, stop, message): a call that nobody read earns nothing,
-so that calling more tools is never a way to earn. A tool's price is charged whatever the outcome.
+so that calling more tools is never a way to earn. A tool's price is charged whatever the outcome. A call with invalid
+arguments never ran and is no event; it counts as an invalid call of its model call.
 Invariants: pure; a call whose result is unknown has no value (missing is not zero); while the outcome is missing so are all values.
 """
 
@@ -70,7 +71,13 @@ def tool_rewards(
         arguments: Hash of the arguments by id of the tool_call event, where known.
     """
     calls = [event for event in content.events if event.type == "tool_call"]
-    if not calls:
+    rejected = [
+        f"{call.id}/{tool.id}"
+        for call in content.calls
+        for tool in call.tool_calls
+        if tool.status == "rejected"
+    ]
+    if not calls and not rejected:
         return []
     results = _results(content)
     used = _used(content)
@@ -96,14 +103,23 @@ def tool_rewards(
                 )
             )
             values.append(value)
-        status = "missing" if value is None else "final"
-        rewards.append(Reward("R5", "tool_validity", "tool_call", call.id, value, status, ESTIMATOR))
+        rewards.append(_reward("tool_call", call.id, value))
+    for name in rejected:
+        refused = None
+        if outcome is not None:
+            refused = micro(tool_reward(valid=False, used=False, repeated=False, good=good, terms=terms))
+            values.append(refused)
+        rewards.append(_reward("tool_call", name, refused))
     team = round(sum(values) / len(values)) if values else None
-    status = "missing" if team is None else "final"
-    return [
-        *rewards,
-        Reward("R5", "tool_validity", "team", "", team, status, ESTIMATOR, weight=weight, scaffold=True),
-    ]
+    return [*rewards, _reward("team", "", team, weight)]
+
+
+def _reward(unit: str, unit_id: str, value: int | None, weight: int = 0) -> Reward:
+    status = "missing" if value is None else "final"
+    scaffold = unit == "team"
+    return Reward(
+        "R5", "tool_validity", unit, unit_id, value, status, ESTIMATOR, weight=weight, scaffold=scaffold
+    )
 
 
 def _results(content: OrchestrationContent) -> dict[str, OrchestrationEvent]:
