@@ -158,6 +158,12 @@ class SqliteLog:
         rows = self._file.query("SELECT max(seq) FROM records WHERE topic = ?", (topic,))
         return -1 if rows[0][0] is None else int(rows[0][0])
 
+    def nth_last(self, topic: str, count: int) -> int:
+        """Offset behind which the newest ``count`` records of ``topic`` lie; -1 when it has no more than these."""
+        sql = "SELECT seq FROM records WHERE topic = ? ORDER BY seq DESC LIMIT 1 OFFSET ?"
+        rows = self._file.query(sql, (topic, count))
+        return int(rows[0][0]) if rows else -1
+
     def counts(self) -> dict[str, int]:
         """Number of records by topic."""
         return dict(self._file.query("SELECT topic, count(*) FROM records GROUP BY topic ORDER BY topic"))  # type: ignore[arg-type]

@@ -1,0 +1,203 @@
+"""Verbs ``up``, ``config``, ``doctor`` and ``verify``: thin layers over supervisor, settings, doctor and verify."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from spanloop.schemas.settings import Settings, load_settings
+
+__all__ = ["config", "doctor", "up", "verify"]
+
+_CONFIG = click.option(
+    "--config", "config_file", type=click.Path(path_type=Path, dir_okay=False), help="TOML file of settings."
+)
+_WORKSPACE = click.option(
+    "--workspace",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Workspace folder.  [default: the settings' one]",
+)
+
+
+def _settings(config_file: Path | None, workspace: Path | None) -> Settings:
+    return load_settings(config_file, {"workspace": workspace} if workspace is not None else None)
+
+
+def _print_json(value: Any) -> None:
+    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def _names(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> list[str]:
+    return [name.strip() for value in values for name in value.split(",") if name.strip()]
+
+
+@click.command()
+@_CONFIG
+@_WORKSPACE
+@click.option(
+    "--without",
+    multiple=True,
+    callback=_names,
+    help="Processes to leave out: collector, pipeline, gateway, serving, learner; comma-separated.",
+)
+@click.option(
+    "--status-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="JSON file with state, pids, urls and restarts, rewritten once a second.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON line when everything is ready.")
+def up(
+    config_file: Path | None,
+    workspace: Path | None,
+    without: list[str],
+    status_file: Path | None,
+    as_json: bool,
+) -> None:
+    """Run collector, pipeline, gateway, serving and learner until Ctrl-C.
+
+    A process that crashes is started again. Ctrl-C stops them in order and loses nothing; the next start goes on from
+    there. Logs go to stderr, pids and urls also to run.json in the workspace.
+
+    \b
+    spanloop up
+    spanloop up --config spanloop.toml
+    spanloop up --without serving,learner --workspace /var/lib/spanloop
+    """
+    from spanloop.pipeline.supervisor import supervise
+
+    def ready(report: dict[str, Any]) -> None:
+        if as_json:
+            click.echo(json.dumps(report))
+            return
+        for name, url in report["urls"].items():
+            click.echo(f"{name:10} {url}")
+        click.echo(f"workspace  {report['workspace']}\nready; Ctrl-C stops")
+
+    settings = _settings(config_file, workspace)
+    sys.exit(supervise(settings, config_file, without=without, status_file=status_file, on_ready=ready))
+
+
+@click.group()
+def config() -> None:
+    """Show settings: resolved, as an example file, or as a JSON Schema.
+
+    \b
+    spanloop config show --config spanloop.toml
+    spanloop config example > spanloop.toml
+    spanloop config schema
+    """
+
+
+@config.command("show")
+@_CONFIG
+@click.option("--json", "as_json", is_flag=True, help="One JSON array of {setting, value, origin}.")
+def config_show(config_file: Path | None, as_json: bool) -> None:
+    """Print every setting with its value and where that comes from; secrets are masked."""
+    from spanloop.pipeline.settings_text import resolved
+
+    rows = resolved(load_settings(config_file), config_file)
+    if as_json:
+        _print_json(rows)
+        return
+    width = max(len(row["setting"]) for row in rows)
+    for row in rows:
+        click.echo(
+            f"{row['setting']:{width}}  {json.dumps(row['value'], ensure_ascii=False)}  ({row['origin']})"
+        )
+
+
+@config.command("example")
+def config_example() -> None:
+    """Print a TOML file with every setting, its default and its meaning."""
+    from spanloop.pipeline.settings_text import example
+
+    click.echo(example(), nl=False)
+
+
+@config.command("schema")
+def config_schema() -> None:
+    """Print the JSON Schema of the settings file."""
+    _print_json(Settings.model_json_schema())
+
+
+@click.command()
+@_CONFIG
+@_WORKSPACE
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def doctor(config_file: Path | None, workspace: Path | None, as_json: bool) -> None:
+    """Say what can be learned from each deployment, what is missing, and which setting adds it.
+
+    Also looks at workspace, disk, ports and installed packages. Exit code 1: something keeps spanloop from running.
+
+    \b
+    spanloop doctor
+    spanloop doctor --config spanloop.toml --json
+    """
+    from spanloop.pipeline.doctor import diagnose, lines
+
+    found = diagnose(_settings(config_file, workspace))
+    if as_json:
+        _print_json({**msgspec.to_builtins(found), "healthy": found.healthy})
+    else:
+        for line in lines(found):
+            click.echo(line)
+    sys.exit(0 if found.healthy else 1)
+
+
+@click.command()
+@_CONFIG
+@_WORKSPACE
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def verify(config_file: Path | None, workspace: Path | None, as_json: bool) -> None:
+    """Rebuild orchestrations, rewards and credit from spans, feedback and value models, and compare with the log.
+
+    Compared is the content of each orchestration's last revision, by hash. Give the settings that the pipeline runs
+    with. Nothing is written. Exit code 1: something differs; the ids are printed.
+
+    \b
+    spanloop verify
+    spanloop verify --config spanloop.toml --json
+    """
+    from spanloop.pipeline.clock import SystemClock
+    from spanloop.pipeline.log.sqlite import SqliteLog
+    from spanloop.pipeline.state.sqlite import SqliteState
+    from spanloop.pipeline.verify import verify as replay
+
+    settings = _settings(config_file, workspace)
+    log = SqliteLog(settings.database, create=False)
+    state = SqliteState(settings.database, create=False)
+    try:
+        found = replay(log, state, settings.pipeline, SystemClock())
+    finally:
+        log.close()
+        state.close()
+    if as_json:
+        _print_json(found)
+        sys.exit(1 if found.differences else 0)
+    for item in found.differences:
+        click.echo(
+            f"differs  {item.orchestration_id}  {item.what}  recorded {item.recorded or '-'}  replayed {item.replayed or '-'}"
+        )
+    verdict = f"{len(found.differences)} differ" if found.differences else "all equal"
+    click.echo(
+        f"{found.orchestrations} orchestrations, {found.rewards} rewards and {found.credits} credits replayed from "
+        f"{found.span_records} records of spans in {found.seconds:.1f} s: {verdict}"
+    )
+    for count, text in (
+        (found.open, "still open"),
+        (found.behind, "not yet credited"),
+        (found.late, "with spans later than the retention"),
+        (found.unread_records, "records of spans not yet assembled"),
+    ):
+        if count:
+            click.echo(f"  not compared: {count} {text}")
+    if found.differences:
+        click.echo(
+            "  were the settings of [pipeline] changed since? verify replays with the ones given", err=True
+        )
+    sys.exit(1 if found.differences else 0)

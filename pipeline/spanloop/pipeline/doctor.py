@@ -1,0 +1,222 @@
+"""``spanloop doctor``: what can be learned here, what is missing, and whether this machine is fit to run it.
+
+Works on an empty workspace and while everything runs; changes nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sqlite3
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from spanloop.pipeline.learnable import Deployment, examine
+from spanloop.pipeline.log.scan import scan
+from spanloop.pipeline.log.sqlite import SqliteLog
+from spanloop.pipeline.workspace import SERVERS, check_port, process_name, read_run
+from spanloop.schemas import topics
+from spanloop.schemas.errors import SpanloopError
+from spanloop.schemas.settings import Settings
+
+__all__ = ["Check", "Diagnosis", "diagnose", "lines"]
+
+DISK_LOW = 2**30
+DISK_NONE = 100 * 2**20
+RECORDS_MAX = 50_000
+"""Newest records of a topic that are looked at."""
+PACKAGES = {
+    "collect": ("aiohttp", "protobuf", "opentelemetry-proto"),
+    "pipeline": ("numpy", "duckdb", "pyarrow", "rich"),
+    "learn": ("torch", "mlflow", "safetensors"),
+}
+"""Packages by extra."""
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One look at the machine. ``status``: ok, warn or fail."""
+
+    name: str
+    status: str
+    message: str
+
+
+class Diagnosis(msgspec.Struct):
+    """All that ``doctor`` says."""
+
+    deployments: list[Deployment]
+    checks: list[Check]
+    records: dict[str, int] = {}
+    """Records on the log by topic."""
+    cut: bool = False
+    """Only the newest RECORDS_MAX records of a topic were looked at."""
+
+    @property
+    def healthy(self) -> bool:
+        """No check failed; a deployment that lacks something is no failure."""
+        return all(check.status != "fail" for check in self.checks)
+
+
+def diagnose(settings: Settings) -> Diagnosis:
+    """Look at the log, the workspace, the ports, the disk and the installed packages."""
+    found = Diagnosis([], [])
+    log_checks = list(_log_checks(settings, found))
+    found.checks = [
+        *_workspace_checks(settings),
+        *log_checks,
+        *_port_checks(settings),
+        *_package_checks(settings),
+    ]
+    return found
+
+
+def _log_checks(settings: Settings, found: Diagnosis) -> Iterator[Check]:
+    if not settings.database.exists():
+        yield Check(
+            "log", "ok", f"none yet at {settings.database}; it is made by `spanloop up` or `spanloop import`"
+        )
+        return
+    try:
+        log = SqliteLog(settings.database, create=False)
+    except SpanloopError as exc:
+        yield Check("log", "fail", exc.message)
+        return
+    try:
+        found.records = log.counts()
+        wanted = (topics.SPANS, topics.ORCHESTRATIONS, topics.FEEDBACK)
+        after = {topic: log.nth_last(topic, RECORDS_MAX) for topic in wanted}
+        found.cut = any(offset > -1 for offset in after.values())
+        found.deployments = examine(scan(log, wanted, after=after), settings)
+        size = settings.database.stat().st_size / 2**20
+        yield Check(
+            "log", "ok", f"{settings.database}: {sum(found.records.values())} records, {size:.1f} MiB"
+        )
+        dead = found.records.get(topics.DEAD_LETTERS, 0)
+        if dead:
+            yield Check(
+                "dead letters",
+                "warn",
+                f"{dead} records or spans were refused; each has its reason on that topic",
+            )
+    except SpanloopError as exc:
+        yield Check("log", "fail", exc.message)
+    finally:
+        log.close()
+
+
+def _workspace_checks(settings: Settings) -> Iterator[Check]:
+    workspace = settings.workspace
+    existing = workspace if workspace.exists() else _parent(workspace)
+    if not os.access(existing, os.W_OK | os.X_OK):
+        yield Check(
+            "workspace",
+            "fail",
+            f"{existing} is not writable by this user: set workspace (SPANLOOP_WORKSPACE)",
+        )
+    elif workspace.exists() and stat.S_IMODE(workspace.stat().st_mode) & 0o077:
+        yield Check("workspace", "warn", f"others may read {workspace}: chmod 700 {workspace}")
+    else:
+        yield Check(
+            "workspace", "ok", str(workspace) if workspace.exists() else f"{workspace} (will be made)"
+        )
+    free = shutil.disk_usage(existing).free
+    status = "fail" if free < DISK_NONE else "warn" if free < DISK_LOW else "ok"
+    hint = "" if status == "ok" else ": free some space; nothing is acknowledged that cannot be written"
+    yield Check("disk", status, f"{free / 2**30:.1f} GiB free{hint}")
+
+
+def _parent(path: Path) -> Path:
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _port_checks(settings: Settings) -> Iterator[Check]:
+    run = read_run(settings.workspace)
+    pids = {name: int(pid) for name, pid in run.get("pids", {}).items() if process_name(int(pid))}
+    if pids:
+        running = ", ".join(f"{name} (pid {pid})" for name, pid in pids.items())
+        yield Check("processes", "ok", f"running: {running}")
+    else:
+        yield Check("processes", "ok", "none running; start them with `spanloop up`")
+    for name in SERVERS:
+        section = getattr(settings, name)
+        if name in pids:
+            yield Check(
+                f"port {name}",
+                "ok",
+                f"{run.get('urls', {}).get(name, section.port)} served by pid {pids[name]}",
+            )
+        elif not getattr(section, "enabled", True):
+            yield Check(f"port {name}", "ok", f"not used ({name}.enabled = false)")
+        elif problem := (check_port(name, section.host, section.port) if section.port else ""):
+            yield Check(f"port {name}", "fail", problem)
+        else:
+            yield Check(f"port {name}", "ok", f"{section.host}:{section.port or 'any'} is free")
+
+
+def _package_checks(settings: Settings) -> Iterator[Check]:
+    own = _version("spanloop") or "not installed"
+    yield Check(
+        "spanloop", "ok", f"{own} on Python {platform.python_version()}, SQLite {sqlite3.sqlite_version}"
+    )
+    for extra, names in PACKAGES.items():
+        versions = {name: _version(name) for name in names}
+        missing = [name for name, version in versions.items() if version is None]
+        if missing:
+            needed = extra != "learn" or settings.learner.enabled or settings.serving.enabled
+            text = f"{', '.join(missing)} not installed: pip install 'spanloop[{extra}]'"
+            yield Check(f"packages {extra}", "warn" if needed else "ok", text)
+        else:
+            yield Check(f"packages {extra}", "ok", ", ".join(f"{n} {v}" for n, v in versions.items()))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def lines(found: Diagnosis) -> Iterator[str]:
+    """The diagnosis for people."""
+    for deployment in found.deployments:
+        yield from _deployment_lines(deployment)
+        yield ""
+    if not found.deployments:
+        yield "No spans yet. Point an agent at the collector:"
+        yield "  OTEL_EXPORTER_OTLP_ENDPOINT=http://127.0.0.1:4318 OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf python agent.py"
+        yield ""
+    if found.cut:
+        yield f"(counted over the newest {RECORDS_MAX} records of each topic)"
+    for check in found.checks:
+        yield f"{check.status:4}  {check.name}: {check.message}"
+
+
+def _deployment_lines(found: Deployment) -> Iterator[str]:
+    def mark(there: Any) -> str:
+        return "yes" if there else "no "
+
+    learns = found.learns
+    tenant = "" if found.tenant == "default" else f" (tenant {found.tenant})"
+    yield f"{found.service}{tenant}: {found.traces} traces, {found.spans} spans"
+    yield (
+        f"  {mark(learns['traces'])}  traces: {found.agent_runs} agent runs, {found.model_calls} model calls, "
+        f"{found.tool_calls} tool calls"
+    )
+    yield f"  {mark(learns['team_reward'])}  team reward: {found.traces_with_outcome} of {found.traces} traces have an outcome"
+    yield f"  {mark(learns['credit'])}  credit: {', '.join(learns['credit']) or 'needs traces and an outcome'}"
+    yield (
+        f"  {mark(learns['token_training'])}  token training: {found.with_token_ids} calls with token ids, "
+        f"{found.with_propensities} with propensities, {found.with_version} by a policy version"
+    )
+    for need in found.needs:
+        setting = f" [{need.setting}]" if need.setting else ""
+        yield f"  for {need.for_}: {need.missing}; {need.do}{setting}"
