@@ -106,7 +106,7 @@ def _id_targets(tenant: str, ids: Iterable[str]) -> tuple[str, ...]:
 class Store:
     """State of the signal stage."""
 
-    def __init__(self, retention_ns: int, held_max: int) -> None:
+    def __init__(self, retention_ns: int, held_max: int = 2**62) -> None:
         self._retention_ns = retention_ns
         self._held_max = held_max
         self.held: dict[str, Held] = {}

@@ -1,0 +1,110 @@
+"""Verb ``explain``: a thin layer over ``credit.explain``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+import msgspec
+
+from spanloop.pipeline.credit.explain import Explanation, Line, explain_credit
+from spanloop.schemas.errors import SchemaError
+from spanloop.schemas.settings import load_settings
+
+__all__ = ["explain"]
+
+_LABEL_WIDTH = 44
+
+
+@click.group()
+def explain() -> None:
+    """Show how a reward became credit, from the team down to the token."""
+
+
+@explain.command()
+@click.argument("orchestration_id", metavar="ID")
+@click.option("--agent", default="", help="Only this agent (name, role or id) and what is below it.")
+@click.option("--token", is_flag=True, help="Down to the tokens; without it the tree ends at messages and tool calls.")
+@click.option(
+    "--workspace", type=click.Path(path_type=Path), help="Folder of the workspace. Default: the settings' one."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object with every account.")
+def credit(orchestration_id: str, agent: str, token: bool, workspace: Path | None, as_json: bool) -> None:
+    """Credit of the orchestration ID (the beginning of an id is enough when it is the only one).
+
+    \b
+    spanloop explain credit 3fa9
+    spanloop explain credit 3fa9 --agent specialist --token
+
+    Each line: credit, what the estimator said (raw), what reconciliation added (residual), the estimator and its variance.
+    Children sum exactly to their parent; leaves + baseline = reward. The sums are checked: exit code 1 when they do not hold.
+    """
+    from spanloop.pipeline.log.sqlite import SqliteLog
+
+    settings = load_settings(None, {"workspace": workspace} if workspace is not None else None)
+    log = SqliteLog(settings.database, create=False)
+    try:
+        found = explain_credit(log, orchestration_id)
+    finally:
+        log.close()
+    lines = _chosen(found.lines, agent)
+    if as_json:
+        shown = msgspec.structs.replace(found, lines=tuple(lines))
+        click.echo(msgspec.json.format(msgspec.json.encode(shown), indent=2).decode())
+    else:
+        _print(found, [line for line in lines if token or line.unit != "token"])
+    if found.problems:
+        sys.exit(1)
+
+
+def _chosen(lines: Sequence[Line], agent: str) -> list[Line]:
+    """The lines of one agent or role with all below; all lines without a name."""
+    if not agent:
+        return list(lines)
+    kept: list[Line] = []
+    depth = -1
+    for line in lines:
+        if 0 <= depth < line.depth:
+            kept.append(line)
+            continue
+        depth = -1
+        if line.unit in {"orchestrator", "role", "agent"} and agent in {line.label, line.subject, line.id}:
+            kept.append(line)
+            depth = line.depth
+    if not kept:
+        names = sorted({line.label for line in lines if line.unit in {"orchestrator", "role", "agent"}})
+        raise SchemaError(f"no agent {agent!r} in this orchestration; there are {', '.join(names)}")
+    return kept
+
+
+def _print(found: Explanation, lines: Sequence[Line]) -> None:
+    click.echo(f"orchestration {found.orchestration_id}  revision {found.revision}  ({found.status})")
+    click.echo(f"reward {found.reward:+.6f} = baseline {found.baseline:+.6f} + team {found.reward - found.baseline:+.6f}")
+    click.echo(f"value model {found.value_model}")
+    for name, value, weight, status in found.channels:
+        if weight or name == "outcome":
+            shown = "missing" if value is None else f"{value:+.6f}"
+            click.echo(f"  {name}: {shown} x {weight:g}  ({status})")
+    click.echo()
+    click.echo(f"{'account':<{_LABEL_WIDTH}} {'credit':>10} {'raw':>10} {'residual':>10}  estimator (variance)")
+    first = min((line.depth for line in lines), default=0)
+    for line in lines:
+        label = "  " * (line.depth - first) + (line.label if line.label.startswith(line.unit) else f"{line.unit} {line.label}")
+        raw, residual = (_number(value) for value in (line.raw, line.residual))
+        variance = f" ({line.variance:.3g})" if line.variance else ""
+        click.echo(
+            f"{label[:_LABEL_WIDTH]:<{_LABEL_WIDTH}} {line.credit:>+10.6f} {raw:>10} {residual:>10}  {line.estimator}{variance}"
+        )
+    click.echo()
+    if found.problems:
+        click.echo("NOT conserved: " + "; ".join(found.problems))
+    else:
+        click.echo(
+            f"conserved: children sum to their parent at all {len(found.lines)} accounts, leaves + baseline = reward"
+        )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.6f}"
