@@ -168,6 +168,16 @@ def test_the_span_of_a_call():
     assert answer["finish_reason"] == "tool_calls"
 
 
+def test_long_texts_are_cut_and_flagged_and_long_arrays_left_out():
+    body = response(prompt_token_ids=list(range(70_000)))
+    request = {"model": "policy", "messages": [{"role": "user", "content": "word " * 100_000}]}
+    (span,) = call_event(record(request=request, response=body), content=True, max_attribute_bytes=4096).spans
+    assert len(span.attributes["gen_ai.input.messages"]) == 4096
+    assert span.attributes["spanloop.truncated"] == ["gen_ai.input.messages"]
+    assert "tokens" in span.attributes["spanloop.tokens.problem"]
+    assert "spanloop.prompt_token_ids" not in span.attributes
+
+
 def test_recording_twice_is_one_event():
     assert call_event(record(), content=True).event_id == call_event(record(), content=True).event_id
     assert (

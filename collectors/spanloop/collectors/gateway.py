@@ -73,10 +73,14 @@ class Gateway:
         self._clock = clock or SystemClock()
         self.router = Router(settings.gateway.policy, time.monotonic)
         self.follower = Follower(log, self.router)
-        content = settings.content.training
         self.recorder = Recorder(
             log,
-            lambda record: call_event(record, content=content, redact=redact),
+            lambda record: call_event(
+                record,
+                content=settings.content.training,
+                redact=redact,
+                max_attribute_bytes=settings.collector.max_attribute_bytes,
+            ),
             queue_max=settings.gateway.queue_max,
         )
         self.metrics = GatewayMetrics()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,8 @@ __all__ = ["Call", "GatewayError", "bad_request", "decode_json_body", "read_call
 
 _decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
+_PROCESS = secrets.token_hex(8)
+_numbers = itertools.count()
 
 
 class GatewayError(Exception):
@@ -55,7 +58,7 @@ class Call:
         self.data = data
         """The bytes for the upstream."""
         self.key = key
-        self.call_id = secrets.token_hex(16)
+        self.call_id = f"{_PROCESS}{next(_numbers):016x}"
         self.route = "pass"
         self.version = ""
         self.harness = ""

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from spanloop.collectors.gateway_tokens import call_tokens
+from spanloop.collectors.limits import cut_span
 from spanloop.collectors.untyped import maps, number, text, the_map
 from spanloop.schemas.canonical import canonical_json
 from spanloop.schemas.events import SpansReceived
@@ -60,13 +61,16 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
     streamed: bool = False
 
 
-def call_event(record: CallRecord, *, content: bool, redact: Redact | None = None) -> SpansReceived:
+def call_event(
+    record: CallRecord, *, content: bool, redact: Redact | None = None, max_attribute_bytes: int = 64 * 2**10
+) -> SpansReceived:
     """The event of one call.
 
     Args:
         record: The call.
         content: Keep token ids, log-probabilities, menus and messages (the deployment opted in to training).
         redact: Applied to the span when ``content`` is False; None leaves messages out altogether.
+        max_attribute_bytes: A longer text is cut and flagged, as the receiver does it.
     """
     response = record.response or {}
     response_id = text(response.get("id"))
@@ -94,6 +98,7 @@ def call_event(record: CallRecord, *, content: bool, redact: Redact | None = Non
     )
     if not content and redact is not None:
         span = redact(span)
+    span, _ = cut_span(span, max_attribute_bytes)
     return SpansReceived(tenant=record.tenant, trace_id=trace_id, spans=(span,), source="gateway")
 
 

@@ -23,6 +23,11 @@ MASKED_BELOW = -9000.0
 MENU_MASS = 1e-3
 """Entries that leave out more probability than this are not a menu."""
 
+TOKENS_MAX = 65_536
+"""Prompt and response tokens of a call that are recorded; the arrays of a longer one are left out."""
+OPTIONS_MAX = 65_536
+"""Menu entries of a call that are recorded; the menus of one with more are left out."""
+
 
 class Asked(msgspec.Struct, frozen=True):
     """What the client asked for itself."""
@@ -90,6 +95,8 @@ def call_tokens(response: Mapping[str, Any]) -> CallTokens:
     response_ids = _ids(choice.get("token_ids"))
     if not prompt_ids or not response_ids:
         return CallTokens(problem="the server gave no token ids")
+    if len(prompt_ids) + len(response_ids) > TOKENS_MAX:
+        return CallTokens(problem=f"more than {TOKENS_MAX} tokens")
     entries = maps(the_map(choice.get("logprobs")).get("content"))
     if len(entries) != len(response_ids):
         problem = f"{len(response_ids)} token ids but {len(entries)} log-probabilities"
@@ -102,6 +109,10 @@ def call_tokens(response: Mapping[str, Any]) -> CallTokens:
         _menu(token_id, logprob, maps(entry.get("top_logprobs")))
         for token_id, logprob, entry in zip(response_ids, logprobs, entries, strict=True)
     )
+    if sum(len(menu) for menu in menus) > OPTIONS_MAX:
+        return CallTokens(
+            prompt_ids, response_ids, logprobs, problem=f"menus of more than {OPTIONS_MAX} options"
+        )
     return CallTokens(prompt_ids, response_ids, logprobs, menus)
 
 

@@ -87,6 +87,8 @@ class EmbeddedServer:
         self._random = random.Random(settings.learner.seed)  # noqa: S311 - sampling
         self._grammars: dict[tuple[str, bytes, bytes], Grammar] = {}
         self._loading: dict[str, asyncio.Task[Adapter]] = {}
+        self._process = secrets.token_hex(8)
+        self._num_ids = 0
 
     def application(self) -> web.Application:
         """The aiohttp application; its start-up starts the batcher, its clean-up stops it."""
@@ -128,7 +130,7 @@ class EmbeddedServer:
             exploration=self.settings.serving.exploration,
         )
         row = await self.batcher.submit(row)
-        response_id = "chatcmpl-" + (_request_id(request) or secrets.token_hex(16))
+        response_id = "chatcmpl-" + self._new_id(request)
         created = int(self._wall_s())
         if not body.stream:
             content = chat_response(
@@ -182,7 +184,7 @@ class EmbeddedServer:
             body,
             prompts,
             scores,
-            response_id="cmpl-" + (_request_id(request) or secrets.token_hex(16)),
+            response_id="cmpl-" + self._new_id(request),
             created=int(self._wall_s()),
             tokenizer=adapter.artifact.tokenizer,
         )
@@ -232,6 +234,12 @@ class EmbeddedServer:
     async def _read(self, name: str, path: Path) -> Adapter:
         artifact = await asyncio.to_thread(self.adapters.read, path)
         return self.adapters.get(name) or self.adapters.add(name, path, artifact)
+
+    def _new_id(self, request: web.Request) -> str:
+        """The client's X-Request-Id as vLLM does it, else 32 hex digits that no other process gives (one system call
+        a process, not one a request)."""
+        self._num_ids += 1
+        return _request_id(request) or f"{self._process}{self._num_ids:016x}"
 
     def _grammar(self, body: ChatRequest, tokenizer: Tokenizer) -> Grammar:
         key = (tokenizer.hash, bytes(body.tools), bytes(body.tool_choice))
