@@ -28,11 +28,11 @@ VALUE = st.recursive(
     SCALAR, lambda v: st.one_of(st.lists(v, max_size=3), st.dictionaries(TEXT, v, max_size=3)), max_leaves=6
 )
 ATTRIBUTES = st.dictionaries(TEXT, VALUE, max_size=4)
-TIMES = st.integers(0, 2**64 - 1)
-HEX8 = st.sampled_from(["", "0" * 16, "00f067aa0ba902b7", "ab" * 3])
+TIMES = st.one_of(st.integers(0, 2**62), st.sampled_from([0, 2**63 - 1, 2**63, 2**64 - 1]))
+HEX8 = st.sampled_from(["00f067aa0ba902b7", "00f067aa0ba902b8", "f" * 16, "", "0" * 16, "ab" * 3])
 SPANS = st.lists(
     st.builds(
-        lambda **k: span(1, **k), trace_id=st.sampled_from([TRACE, "0" * 32, "ab" * 16, ""]), span_id=HEX8,
+        lambda **k: span(1, **k), trace_id=st.sampled_from([TRACE, "ab" * 16, "0" * 32, ""]), span_id=HEX8,
         parent_id=HEX8, name=TEXT, kind=st.integers(0, 5), start=TIMES, end=TIMES, attributes=ATTRIBUTES,
         events=st.lists(st.tuples(TEXT, TIMES, ATTRIBUTES), max_size=2),
         links=st.lists(st.tuples(st.sampled_from([TRACE, "ab"]), HEX8, ATTRIBUTES), max_size=2),
