@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from spanloop.learner.losses import (
-    all_action_surrogate,
     clipped_surrogate,
     effective_sample_size,
     entropy,
     importance_weights,
     k3,
     menu_log_probs,
-    menu_values_centred,
     policy_loss,
+    soft_greedy_divergence,
     taken,
 )
 
@@ -56,14 +55,6 @@ def test_divergence_and_effective_sample() -> None:
     assert float(effective_sample_size(torch.zeros(3))) == 0.0
 
 
-def test_coma_baseline() -> None:
-    prox = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).log()
-    values = torch.tensor([[0.2, 0.6, 1.0]], dtype=torch.float64)
-    centred = menu_values_centred(values, prox)
-    assert near(centred[0, 2], 0.52)
-    assert near((prox.exp() * centred).sum(), 0.0)
-
-
 def test_menu_log_probs_are_the_served_mixture() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0, 9.0], [0.5, 0.0, 0.0, 0.0]], dtype=torch.float64)
     menu = torch.tensor([[0, 2, 0], [1, 2, 3]])
@@ -89,7 +80,7 @@ def _problem() -> dict[str, Tensor]:
     chosen = torch.tensor([i % 2 for i in range(count)])
     weight = torch.rand(count, generator=g, dtype=torch.float64)
     weight[4] = 0.0
-    prox = menu_log_probs(prox_logits, menu, opened, 0.05)
+    prox = menu_log_probs(prox_logits, menu, opened)
     return {
         "logits": logits, "menu": menu, "opened": opened, "prox": prox, "chosen": chosen, "weight": weight,
         "behaviour": taken(prox, chosen) + 0.2 * torch.randn(count, generator=g, dtype=torch.float64),
@@ -101,7 +92,8 @@ def _problem() -> dict[str, Tensor]:
 
 def _loss(problem: dict[str, Tensor], logits: Tensor) -> Tensor:
     return policy_loss(
-        menu_log_probs(logits, problem["menu"], problem["opened"], 0.05),
+        menu_log_probs(logits, problem["menu"], problem["opened"]),
+        open_NK=problem["opened"],
         prox_NK=problem["prox"],
         behaviour_N=problem["behaviour"],
         chosen_N=problem["chosen"],
@@ -109,9 +101,10 @@ def _loss(problem: dict[str, Tensor], logits: Tensor) -> Tensor:
         values_NK=problem["values"],
         valued_N=problem["valued"],
         weight_N=problem["weight"],
+        exploration=0.05,
         clip=0.2,
         cap=2.0,
-        entropy_bonus=0.03,
+        temperature=0.3,
     ).loss
 
 
@@ -143,12 +136,19 @@ def test_closed_options_and_weightless_decisions_have_no_gradient() -> None:
     assert bool((logits.grad[reachable] != 0).any())
 
 
-def test_all_action_is_the_expectation_of_the_sampled_surrogate() -> None:
+def test_all_action_gradient_is_value_plus_entropy() -> None:
+    """KL(pi || softmax(Q/T)) has the gradient of -(sum pi Q + T H) / T, and its minimum is the soft-greedy policy."""
     problem = _problem()
-    theta = menu_log_probs(problem["logits"], problem["menu"], problem["opened"], 0.05)
-    centred = menu_values_centred(problem["values"], problem["prox"])
-    expected = torch.zeros(theta.shape[0], dtype=torch.float64)
-    for option in range(theta.shape[1]):
-        sampled = clipped_surrogate(theta[:, option], problem["prox"][:, option], centred[:, option], 0.2)
-        expected += problem["prox"][:, option].exp() * sampled
-    assert torch.allclose(all_action_surrogate(theta, problem["prox"], centred, 0.2), expected)
+    menu, opened, values = problem["menu"], problem["opened"], problem["values"]
+
+    def gradient(objective):  # noqa: ANN001, ANN202
+        logits = problem["logits"].clone().requires_grad_()
+        objective(menu_log_probs(logits, menu, opened)).sum().backward()
+        return logits.grad
+
+    one = gradient(lambda logp: soft_greedy_divergence(logp, values, opened, 0.3))
+    two = gradient(lambda logp: -((logp.exp() * values).sum(1) + 0.3 * entropy(logp)) / 0.3)
+    assert torch.allclose(one, two, atol=1e-9)
+    best = torch.log_softmax((values / 0.3).masked_fill(~opened, -1e4), 1).masked_fill(~opened, -1e4)
+    assert float(soft_greedy_divergence(best, values, opened, 0.3).abs().max()) < 1e-12
+    assert float(soft_greedy_divergence(problem["prox"], values, opened, 0.3).min()) > 0

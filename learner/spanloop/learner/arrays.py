@@ -106,16 +106,12 @@ def take(arrays: Arrays, part: Sequence[int]) -> tuple[Arrays, NDArray[np.int64]
 
 
 def standardised(arrays: Arrays) -> Arrays:
-    """Advantages and values divided by the root mean square of the advantages, so that one learning rate fits rewards of
-    any unit; a batch without signal stays as it is."""
+    """Advantages divided by their root mean square, so that one learning rate fits rewards of any unit; a batch without
+    signal stays as it is. Values keep their unit: the temperature is given in it."""
     scale = float(np.sqrt(np.mean(np.square(arrays.advantage_N, dtype=np.float64))))
     if not scale > 1e-9:
         return arrays
-    return msgspec.structs.replace(
-        arrays,
-        advantage_N=(arrays.advantage_N / scale).astype(np.float32),
-        values_NK=(arrays.values_NK / scale).astype(np.float32),
-    )
+    return msgspec.structs.replace(arrays, advantage_N=(arrays.advantage_N / scale).astype(np.float32))
 
 
 def minibatches(count: int, size: int, *, seed: tuple[int, ...]) -> list[list[int]]:

@@ -21,40 +21,48 @@ from torch import Tensor
 __all__ = [
     "CLOSED",
     "LossTerms",
-    "all_action_surrogate",
     "clipped_surrogate",
     "effective_sample_size",
     "entropy",
     "importance_weights",
     "k3",
     "menu_log_probs",
-    "menu_values_centred",
     "policy_loss",
+    "soft_greedy_divergence",
     "taken",
+    "with_exploration",
 ]
 
 CLOSED = -1e4
 """Log-probability written for a closed option: exp is 0 and 0 * CLOSED is 0, so sums over a menu need no mask."""
+TEMPERATURE_MIN = 1e-3
+"""Smallest temperature of the all-action target, units of reward."""
 
 
 def menu_log_probs(logits_NV: Tensor, menu_NK: Tensor, open_NK: Tensor, exploration: float = 0.0) -> Tensor:
-    """Log-probabilities over each menu as the server samples them: (1 - eps) softmax(masked logits) + eps uniform.
+    """Log-probabilities over each menu, as ``with_exploration`` of the masked softmax.
 
     Args:
         logits_NV: Unmasked logits, float.
         menu_NK: Token ids of the options, int64; padding repeats any valid id.
         open_NK: True where the option exists.
-        exploration: eps in [0, 1): mass spread evenly over the open options.
+        exploration: eps in [0, 1).
 
     Returns:
         (N, K), nats; CLOSED at padding.
     """
     gathered_NK = logits_NV.gather(1, menu_NK).masked_fill(~open_NK, CLOSED)
-    logp_NK = torch.log_softmax(gathered_NK, dim=1)
-    if exploration > 0.0:
-        floor_N1 = math.log(exploration) - open_NK.sum(1, keepdim=True).to(logp_NK.dtype).log()
-        logp_NK = torch.logaddexp(logp_NK + math.log1p(-exploration), floor_N1)
-    return logp_NK.masked_fill(~open_NK, CLOSED)
+    logp_NK = torch.log_softmax(gathered_NK, dim=1).masked_fill(~open_NK, CLOSED)
+    return with_exploration(logp_NK, open_NK, exploration)
+
+
+def with_exploration(logp_NK: Tensor, open_NK: Tensor, exploration: float) -> Tensor:
+    """What the server samples from: (1 - eps) of the policy and eps spread evenly over the open options, in nats."""
+    if exploration <= 0.0:
+        return logp_NK
+    floor_N1 = math.log(exploration) - open_NK.sum(1, keepdim=True).to(logp_NK.dtype).log()
+    mixed_NK = torch.logaddexp(logp_NK + math.log1p(-exploration), floor_N1)
+    return mixed_NK.masked_fill(~open_NK, CLOSED)
 
 
 def taken(logp_NK: Tensor, chosen_N: Tensor) -> Tensor:
@@ -85,22 +93,25 @@ def clipped_surrogate(theta_N: Tensor, prox_N: Tensor, advantage_N: Tensor, clip
     return torch.minimum(ratio_N * advantage_N, ratio_N.clamp(1.0 - clip, 1.0 + clip) * advantage_N)
 
 
-def menu_values_centred(values_NK: Tensor, prox_NK: Tensor) -> Tensor:
-    """Advantage of every option, A(a) = Q(a) - sum_b p(b) Q(b); its mean under ``prox`` is zero.
+def soft_greedy_divergence(
+    theta_NK: Tensor, values_NK: Tensor, open_NK: Tensor, temperature: float
+) -> Tensor:
+    """KL(pi || softmax(Q / T)) of each decision: the all-action policy gradient with an entropy bonus.
 
-    Source: COMA, arXiv 1705.08926, eq. 4.
+    Its gradient is that of -(sum_a pi(a) Q(a) + T entropy(pi)) / T. It sums over the menu instead of sampling it, so it
+    needs no importance ratio and has no variance from the choice; only the states are those of the behaviour.
+
+    Args:
+        theta_NK: Log-probabilities of the policy itself, without the exploration floor.
+        values_NK: Counterfactual values of the options, units of reward.
+        open_NK: True where the option exists.
+        temperature: T > 0, units of reward a nat.
+
+    Source: Mean Actor-Critic (Allen et al. 2017, arXiv 1709.00503), eq. 6, towards the target of soft actor-critic
+    (Haarnoja et al. 2018, arXiv 1801.01290), eq. 10.
     """
-    prox_NK = prox_NK.exp()
-    return values_NK - (prox_NK * values_NK).sum(1, keepdim=True)
-
-
-def all_action_surrogate(theta_NK: Tensor, prox_NK: Tensor, advantage_NK: Tensor, clip: float) -> Tensor:
-    """sum_a p(a) min(r_a A(a), clip(r_a) A(a)): the clipped surrogate in expectation over the menu instead of the
-    one option that was taken, so that the choice itself adds no variance.
-
-    Source: expected policy gradients (arXiv 1801.03326) with PPO's clip on each option.
-    """
-    return (prox_NK.exp() * clipped_surrogate(theta_NK, prox_NK, advantage_NK, clip)).sum(1)
+    target_NK = torch.log_softmax((values_NK / temperature).masked_fill(~open_NK, CLOSED), dim=1)
+    return (theta_NK.exp() * (theta_NK - target_NK)).masked_fill(~open_NK, 0.0).sum(1)
 
 
 def entropy(logp_NK: Tensor) -> Tensor:
@@ -126,7 +137,6 @@ class LossTerms(msgspec.Struct, frozen=True):
     """What a minibatch's loss is made of; the numbers are detached."""
 
     loss: Tensor
-    surrogate: float
     entropy: float
     clipped: float
     """Share of decisions whose ratio left the clip range."""
@@ -139,6 +149,7 @@ class LossTerms(msgspec.Struct, frozen=True):
 def policy_loss(
     theta_NK: Tensor,
     *,
+    open_NK: Tensor,
     prox_NK: Tensor,
     behaviour_N: Tensor,
     chosen_N: Tensor,
@@ -146,42 +157,44 @@ def policy_loss(
     values_NK: Tensor,
     valued_N: Tensor,
     weight_N: Tensor,
+    exploration: float,
     clip: float,
     cap: float,
-    entropy_bonus: float,
+    temperature: float,
 ) -> LossTerms:
-    """Loss to minimise: minus the weighted sum of the surrogate and of the entropy bonus.
+    """Loss to minimise: the weighted mean over decisions.
 
-    Decisions with counterfactual values (``valued_N``) use the all-action surrogate, the others decoupled PPO on
-    the account's advantage. ``weight_N`` decides how much each decision counts; sum 1 over a batch is an average.
+    Decisions with counterfactual values (``valued_N``) use the all-action divergence, the others minus decoupled PPO on
+    the account's advantage and minus the entropy bonus. ``weight_N`` says how much each counts; sum 1 is a mean.
 
     Args:
-        theta_NK: Log-probabilities under the policy in training; carries the gradient.
+        theta_NK: Log-probabilities under the policy in training, without exploration floor; carries the gradient.
+        open_NK: True where an option exists.
         prox_NK: The same before the update.
-        behaviour_N: Logged log-probability of the option taken, nats.
+        behaviour_N: Logged log-probability of the option taken, with the floor, nats.
         chosen_N: Its index in the menu.
-        advantage_N: The token's account, units of reward.
+        advantage_N: The token's account (in units of the batch's spread when standardised).
         values_NK: Counterfactual values of the options, units of reward; ignored where not ``valued_N``.
         valued_N: True where ``values_NK`` is known.
         weight_N: Non-negative weights.
+        exploration: Floor with which both policies are served.
         clip: eps of the clip.
         cap: Truncation of drift-one weights.
-        entropy_bonus: Coefficient of the entropy, units of reward a nat.
+        temperature: Coefficient of the entropy bonus; the all-action target's temperature.
     """
-    theta_N, prox_N = taken(theta_NK, chosen_N), taken(prox_NK, chosen_N)
+    theta_N = taken(with_exploration(theta_NK, open_NK, exploration), chosen_N)
+    prox_N = taken(with_exploration(prox_NK, open_NK, exploration), chosen_N)
     drift_N = importance_weights(prox_N, behaviour_N, cap)
-    sampled_N = drift_N * clipped_surrogate(theta_N, prox_N, advantage_N, clip)
-    centred_NK = menu_values_centred(values_NK, prox_NK)
-    expected_N = all_action_surrogate(theta_NK, prox_NK, centred_NK, clip)
-    surrogate_N = torch.where(valued_N, expected_N, sampled_N)
     entropy_N = entropy(theta_NK)
-    loss = -(weight_N * (surrogate_N + entropy_bonus * entropy_N)).sum()
+    surrogate_N = drift_N * clipped_surrogate(theta_N, prox_N, advantage_N, clip)
+    divergence_N = soft_greedy_divergence(theta_NK, values_NK, open_NK, max(temperature, TEMPERATURE_MIN))
+    loss_N = torch.where(valued_N, divergence_N, -surrogate_N - temperature * entropy_N)
+    loss = (weight_N * loss_N).sum()
     with torch.no_grad():
         log_ratio_N = theta_N - prox_N
         total = weight_N.sum().clamp_min(1e-12)
         return LossTerms(
             loss=loss,
-            surrogate=float((weight_N * surrogate_N).sum() / total),
             entropy=float((weight_N * entropy_N).sum() / total),
             clipped=float(((log_ratio_N.exp() - 1.0).abs() > clip).to(weight_N.dtype).mean()),
             kl=float(k3(log_ratio_N).mean()),

@@ -48,13 +48,13 @@ class Hyper(msgspec.Struct, frozen=True):
     weight_decay: float = 0.0
     weighting: str = "decision"
     standardise: bool = True
-    """Divide advantages and values by their root mean square over the batch."""
+    """Divide account advantages by their root mean square over the batch (values keep their unit)."""
 
-    def entropy_bonus(self, batch: int) -> float:
-        """Coefficient for batch number ``batch`` (1, 2, ...): linear from start to end.
+    def temperature(self, batch: int) -> float:
+        """Coefficient of the entropy for batch number ``batch`` (1, 2, ...): linear from start to end.
 
         >>> h = hyper_of(Settings())
-        >>> h.entropy_bonus(1) == h.entropy_start, h.entropy_bonus(10**6) == h.entropy_end
+        >>> h.temperature(1) == h.entropy_start, h.temperature(10**6) == h.entropy_end
         (True, True)
         """
         done = min(1.0, max(0, batch - 1) / self.entropy_updates)
@@ -94,8 +94,9 @@ class TensorBatch(msgspec.Struct, frozen=True):
     def of(cls, arrays: Arrays) -> TensorBatch:
         return cls(*(torch.from_numpy(getattr(arrays, name)) for name in cls.__struct_fields__))
 
-    def log_probs(self, net: PolicyNet, exploration: float) -> Tensor:
-        """(N, K) log-probabilities of every decision's menu as ``net`` would be served; the head runs on decisions only."""
+    def log_probs(self, net: PolicyNet, exploration: float = 0.0) -> Tensor:
+        """(N, K) log-probabilities of every decision's menu, with the floor that ``net`` is served with; the head runs on
+        decisions only."""
         logits_NV = net.head(net.hidden(self.ids_BT)[self.row_N, self.position_N])
         return menu_log_probs(logits_NV, self.menu_NK, self.open_NK, exploration)
 
@@ -136,8 +137,8 @@ class Updater:
         if hyper.standardise:
             arrays = standardised(arrays)
         with torch.no_grad():
-            prox_NK = TensorBatch.of(arrays).log_probs(self.net, hyper.exploration)
-        bonus = hyper.entropy_bonus(batch)
+            prox_NK = TensorBatch.of(arrays).log_probs(self.net)
+        temperature = hyper.temperature(batch)
         history: list[tuple[LossTerms, float]] = []
         for epoch in range(hyper.epochs):
             split = minibatches(
@@ -146,15 +147,16 @@ class Updater:
             for part in split:
                 few, index_N = take(arrays, part)
                 chosen_NK = prox_NK[torch.from_numpy(index_N)]
-                history.extend(self._step(TensorBatch.of(few), chosen_NK, hyper, bonus))
-        return _summary(history) | {"entropy_bonus": bonus, **{k: float(v) for k, v in notes.items()}}
+                history.extend(self._step(TensorBatch.of(few), chosen_NK, hyper, temperature))
+        return _summary(history) | {"temperature": temperature, **{k: float(v) for k, v in notes.items()}}
 
     def _step(
-        self, tensors: TensorBatch, prox_NK: Tensor, hyper: Hyper, bonus: float
+        self, tensors: TensorBatch, prox_NK: Tensor, hyper: Hyper, temperature: float
     ) -> list[tuple[LossTerms, float]]:
         self.net.zero_grad(set_to_none=True)
         terms = policy_loss(
-            tensors.log_probs(self.net, hyper.exploration),
+            tensors.log_probs(self.net),
+            open_NK=tensors.open_NK,
             prox_NK=prox_NK,
             behaviour_N=tensors.behaviour_N,
             chosen_N=tensors.chosen_N,
@@ -162,9 +164,10 @@ class Updater:
             values_NK=tensors.values_NK,
             valued_N=tensors.valued_N,
             weight_N=tensors.weight_N,
+            exploration=hyper.exploration,
             clip=hyper.clip,
             cap=hyper.ratio_cap,
-            entropy_bonus=bonus,
+            temperature=temperature,
         )
         norm = math.nan
         if bool(torch.isfinite(terms.loss)):
@@ -212,7 +215,7 @@ class Updater:
 def _summary(history: Sequence[tuple[LossTerms, float]]) -> dict[str, float]:
     if not history:
         return {}
-    names = ("surrogate", "entropy", "clipped", "kl", "ess")
+    names = ("entropy", "clipped", "kl", "ess")
     means = {name: float(np.mean([getattr(terms, name) for terms, _ in history])) for name in names}
     means["loss"] = float(np.mean([float(terms.loss) for terms, _ in history]))
     means["gradient_norm"] = float(np.mean([norm for _, norm in history]))
