@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-from examples.dispatch_desk import game
+from dispatch_desk import game
 from openai import AsyncOpenAI
 from opentelemetry import trace
 from pydantic_ai import Agent, AgentRun, ModelRequestNode, RunContext, ToolDefinition

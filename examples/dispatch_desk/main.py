@@ -1,4 +1,4 @@
-"""Work tickets of the dispatch desk: ``python -m examples.dispatch_desk.main --tickets 100``.
+"""Work tickets of the dispatch desk: ``python -m dispatch_desk.main --tickets 100``.
 
 The process knows three addresses, from the environment: ``OPENAI_BASE_URL`` (whatever serves the model ``policy``),
 ``OTEL_EXPORTER_OTLP_ENDPOINT`` (where spans go) and ``FEEDBACK_URL`` (where outcomes go, later and by trace id). Its spans are
@@ -20,9 +20,9 @@ import time
 from collections.abc import Iterator
 
 import aiohttp
-from examples.dispatch_desk import game
-from examples.dispatch_desk.agents import Desk
-from examples.dispatch_desk.client import ShortPathClient
+from dispatch_desk import game
+from dispatch_desk.agents import Desk
+from dispatch_desk.client import ShortPathClient
 from openai import AsyncOpenAI
 from opentelemetry.exporter.otlp.proto.http import Compression
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -125,6 +125,7 @@ class Shift:
         self._started = time.monotonic()
         self._failed_in_a_row = 0
         self.stopping = False
+        self.phone_open = False
         self.num_done = 0
         self.num_failed = 0
         self.total = 0.0
@@ -139,6 +140,10 @@ class Shift:
             yield number
             number += 1
 
+    def _phone_is_open(self) -> bool:
+        after = self._options.phone_from
+        return self.phone_open or (after is not None and self._elapsed() >= after)
+
     def _elapsed(self) -> float:
         return time.monotonic() - self._started
 
@@ -146,11 +151,7 @@ class Shift:
         """Work tickets one after the other."""
         options = self._options
         for number in self._numbers:
-            phone = (
-                options.phone
-                if options.phone_from is not None and self._elapsed() >= options.phone_from
-                else 0.0
-            )
+            phone = options.phone if self._phone_is_open() else 0.0
             ticket = game.new_ticket(random.Random(f"{options.seed}/{number}"), phone=phone)
             try:
                 work = await self._desk.work(ticket, f"ticket-{options.seed}-{number}")
@@ -201,6 +202,7 @@ async def run(options: argparse.Namespace) -> Shift:
         shift = Shift(options, Desk(options.model, client), outcomes)
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, setattr, shift, "stopping", True)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, setattr, shift, "phone_open", True)
         sender = asyncio.create_task(outcomes.send_forever())
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLD)
@@ -222,7 +224,9 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=32, help="tickets in work at the same time")
     parser.add_argument("--seed", type=int, default=0, help="together with the number it makes the ticket")
     parser.add_argument("--first-ticket", type=int, default=0, help="number of the first ticket")
-    parser.add_argument("--phone-from", type=float, help="seconds after the start when the phone queue opens")
+    parser.add_argument(
+        "--phone-from", type=float, help="seconds until the phone queue opens; SIGUSR1 opens it too"
+    )
     parser.add_argument("--phone", type=float, default=0.5, help="share of tickets by phone once it is open")
     parser.add_argument("--sdk", action="store_true", help="use the openai SDK's own client (slower)")
     parser.add_argument("--model", default="policy", help="model name to ask for")
