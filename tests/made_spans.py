@@ -43,15 +43,15 @@ def hex32(name: str | int) -> str:
 
 
 def span(
-    id: str | int, parent: str | int | None, start: float, end: float, *, trace: str | int = TRACE, name: str = "",
+    key: str | int, parent: str | int | None, start: float, end: float, *, trace: str | int = TRACE, name: str = "",
     error: bool = False, scope: str = "test", attributes: dict[str, Any] | None = None, **more: Any,
 ) -> Span:  # fmt: skip
     """A span; times in seconds."""
     return Span(
         trace_id=hex32(trace),
-        span_id=hex16(id),
+        span_id=hex16(key),
         parent_span_id=None if parent is None else hex16(parent),
-        name=name or str(id),
+        name=name or str(key),
         start_ns=round(start * S),
         end_ns=round(end * S),
         status="error" if error else "unset",
@@ -61,14 +61,16 @@ def span(
     )
 
 
-def agent(id: str | int, parent: str | int | None, start: float, end: float, name: str = "", **more: Any) -> Span:
+def agent(
+    key: str | int, parent: str | int | None, start: float, end: float, name: str = "", **more: Any
+) -> Span:
     """An agent's run."""
-    attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": name or str(id)}
-    return span(id, parent, start, end, **_with(more, attributes))
+    attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": name or str(key)}
+    return span(key, parent, start, end, **_with(more, attributes))
 
 
 def chat(
-    id: str | int, parent: str | int | None, start: float, end: float, *, asks: dict[str, str] | None = None,
+    key: str | int, parent: str | int | None, start: float, end: float, *, asks: dict[str, str] | None = None,
     response: str = "", usage: tuple[int, int] | None = (10, 2), **more: Any,
 ) -> Span:  # fmt: skip
     """A model call; ``asks`` maps tool call ids to tool names."""
@@ -80,22 +82,32 @@ def chat(
     if asks:
         parts = [{"type": "tool_call", "id": i, "name": n} for i, n in asks.items()]
         attributes["gen_ai.output.messages"] = json.dumps([{"role": "assistant", "parts": parts}])
-    return span(id, parent, start, end, **_with(more, attributes))
+    return span(key, parent, start, end, **_with(more, attributes))
 
 
 def tool(
-    id: str | int, parent: str | int | None, start: float, end: float, name: str = "", *, call: str = "", **more: Any
+    key: str | int,
+    parent: str | int | None,
+    start: float,
+    end: float,
+    name: str = "",
+    *,
+    call: str = "",
+    **more: Any,
 ) -> Span:
     """A tool's execution."""
-    attributes: dict[str, Any] = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": name or str(id)}
+    attributes: dict[str, Any] = {
+        "gen_ai.operation.name": "execute_tool",
+        "gen_ai.tool.name": name or str(key),
+    }
     if call:
         attributes["gen_ai.tool.call.id"] = call
-    return span(id, parent, start, end, **_with(more, attributes))
+    return span(key, parent, start, end, **_with(more, attributes))
 
 
 def gateway(response: str, start: float, end: float, version: str = "policy@v3", **attributes: Any) -> Span:
     """The gateway's span of a call that came without a trace context."""
-    given = {key.replace("__", "."): value for key, value in attributes.items()}
+    given = {name.replace("__", "."): value for name, value in attributes.items()}
     return Span(
         trace_id=gateway_trace_id(response),
         span_id=gateway_span_id(response),
@@ -164,7 +176,8 @@ class Desk:
         for item in spans:
             by_trace.setdefault(item.trace_id, []).append(item)
         records = [
-            SpansReceived(tenant=tenant, trace_id=t, spans=tuple(part), source=source) for t, part in by_trace.items()
+            SpansReceived(tenant=tenant, trace_id=t, spans=tuple(part), source=source)
+            for t, part in by_trace.items()
         ]
         return self.send_raw(*((r.key, r.event_id, encode(r)) for r in records))
 
@@ -209,7 +222,8 @@ def hashes(spans: Sequence[Span], source: str = "otlp", tenant: str = "default")
 
 
 def load_case(number: int) -> tuple[dict[str, Any], list[Span]]:
-    """A case of the shared bug collection with its spans decoded by the product; skips where the folder is not there."""
+    """A case of the shared bug collection with its spans decoded by the product; skips where the folder
+    is not there."""
     found = sorted((SHARED / "cases").glob(f"{number:02d}-*.json"))
     if not found:
         pytest.skip(f"no shared/cases/{number:02d}-*.json beside this checkout")
@@ -220,7 +234,9 @@ def load_case(number: int) -> tuple[dict[str, Any], list[Span]]:
     decoded: list[Span] = []
     for item in raw:
         resource = [{"key": k, "value": {"stringValue": v}} for k, v in item.pop("resource", {}).items()]
-        request = {"resourceSpans": [{"resource": {"attributes": resource}, "scopeSpans": [{"spans": [item]}]}]}
+        request = {
+            "resourceSpans": [{"resource": {"attributes": resource}, "scopeSpans": [{"spans": [item]}]}]
+        }
         decoded += decode_json(json.dumps(request).encode()).spans
     return case, decoded
 

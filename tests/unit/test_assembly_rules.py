@@ -146,7 +146,12 @@ def test_leaf_tools_only_and_errors_by_status():
         ("tool_result", "root", "boom", "error"),
     ]
     (call,) = content.calls
-    assert {t.id: t.status for t in call.tool_calls} == {"a": "ok", "b": "error", "r": "rejected", "d": "deferred"}
+    assert {t.id: t.status for t in call.tool_calls} == {
+        "a": "ok",
+        "b": "error",
+        "r": "rejected",
+        "d": "deferred",
+    }
 
 
 def test_an_unfinished_tool_has_no_result():
@@ -249,7 +254,10 @@ def test_the_run_id_finds_the_agent_that_a_missing_parent_hides():
 
 
 def lost_context(conversation: str = "chat-42", text: str = "find sights", start: float = 2.0):
-    ask = {"gen_ai.tool.call.arguments": json.dumps({"task": "find sights"}), "gen_ai.conversation.id": "chat-42"}
+    ask = {
+        "gen_ai.tool.call.arguments": json.dumps({"task": "find sights"}),
+        "gen_ai.conversation.id": "chat-42",
+    }
     task = json.dumps([{"role": "user", "parts": [{"type": "text", "content": text}]}])
     run = {"gen_ai.input.messages": task, "gen_ai.conversation.id": conversation}
     return [
@@ -263,7 +271,12 @@ def test_a_lost_context_is_joined_by_conversation_text_and_time():
     content = one(lost_context())
     assert len(content.trace_ids) == 2
     (spawn,) = [e for e in content.events if e.type == "spawn"]
-    assert (spawn.agent, spawn.to, spawn.rule, spawn.confidence) == ("root", "sub", "task_is_tool_argument", 0.8)
+    assert (spawn.agent, spawn.to, spawn.rule, spawn.confidence) == (
+        "root",
+        "sub",
+        "task_is_tool_argument",
+        0.8,
+    )
 
 
 @pytest.mark.parametrize("change", [{"conversation": "chat-43"}, {"text": "other"}, {"start": 0.5}])
@@ -273,7 +286,10 @@ def test_without_all_three_it_is_not(change):
 
 def test_two_runs_of_one_conversation_stay_two_orchestrations():
     talk = {"gen_ai.conversation.id": "chat-1"}
-    runs = [agent("a", None, 0, 1, trace=1, attributes=talk), agent("a", None, 2, 3, trace=2, attributes=talk)]
+    runs = [
+        agent("a", None, 0, 1, trace=1, attributes=talk),
+        agent("a", None, 2, 3, trace=2, attributes=talk),
+    ]
     assert len(assemble_spans(runs, "default")) == 2
 
 
@@ -291,7 +307,10 @@ def test_the_gateways_span_and_the_frameworks_are_one_call():
     assert (call.policy_version, call.harness, call.task_key) == ("policy@v3", "harness-1", "k")
     assert (call.start_ns, call.end_ns) == (1 * S, 3 * S)
     assert (call.prompt_token_ids, call.response_token_ids, call.logprobs) == ((1, 2), (5, 6), (-0.5, 0.0))
-    assert [[(o.token_id, o.logprob) for o in menu] for menu in call.menus] == [[(5, -0.5), (7, -0.9)], [(6, 0.0)]]
+    assert [[(o.token_id, o.logprob) for o in menu] for menu in call.menus] == [
+        [(5, -0.5), (7, -0.9)],
+        [(6, 0.0)],
+    ]
     assert [t.name for t in call.tool_calls] == ["look"]
     assert len(call.span_ids) == 2
     assert content.tokens.calls == 1
@@ -303,7 +322,10 @@ def test_equal_response_ids_of_two_frameworks_spans_join_nothing():
     runs = [
         part
         for trace in (1, 2)
-        for part in (agent("a", None, 0, 9, trace=trace), chat("c", "a", 1, 2, trace=trace, response="scripted-0"))
+        for part in (
+            agent("a", None, 0, 9, trace=trace),
+            chat("c", "a", 1, 2, trace=trace, response="scripted-0"),
+        )
     ]
     assert len(assemble_spans(runs, "default")) == 2
 
@@ -333,7 +355,11 @@ def test_two_instrumentations_of_one_call_run_and_tool_count_once():
     content = one(spans)
     assert [a.name for a in content.agents] == ["root"]
     assert content.tokens.calls == 1
-    assert told(content) == [("tool_call", "root", "look"), ("tool_result", "root", "look", "ok"), ("stop", "root", "ok")]
+    assert told(content) == [
+        ("tool_call", "root", "look"),
+        ("tool_result", "root", "look", "ok"),
+        ("stop", "root", "ok"),
+    ]
     assert {e.agent_id for e in content.events} == {hex16("root")}
 
 

@@ -98,7 +98,12 @@ def test_a_published_id_that_is_lost_in_a_join_gets_a_last_revision():
     assert isinstance(alone, OrchestrationRevised)
     assert isinstance(joined, OrchestrationRevised)
     assert (alone.orchestration_id, alone.complete) == (lost_id, False)
-    assert (merged.orchestration_id, merged.revision, merged.merged_into, merged.content) == (lost_id, 2, OWN, None)
+    assert (merged.orchestration_id, merged.revision, merged.merged_into, merged.content) == (
+        lost_id,
+        2,
+        OWN,
+        None,
+    )
     assert (joined.orchestration_id, joined.revision) == (OWN, 1)
 
 
@@ -157,7 +162,9 @@ def test_spans_over_the_limit_are_counted_and_not_kept(monkeypatch):
     assert "truncated_spans:3" in event.content.flags
 
 
-@pytest.mark.parametrize("value", [b"", b"{", b'{"type":"spans_received"}', b'{"type":"from_the_future"}', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "value", [b"", b"{", b'{"type":"spans_received"}', b'{"type":"from_the_future"}', b"\xff\xfe"]
+)
 def test_a_record_that_cannot_be_read_is_dead_lettered_and_costs_no_other(value):
     desk = Desk()
     record = ("acme/x", "id-1", value)

@@ -64,9 +64,13 @@ def test_usage_under_old_and_new_names(prefix, names):
 
 def test_unknown_usage_is_none_and_so_is_a_default_zero():
     assert call_of(gen_ai__operation__name="chat").input_tokens is None
-    zero = call_of(gen_ai__operation__name="chat", gen_ai__usage__input_tokens=0, gen_ai__usage__output_tokens=0)
+    zero = call_of(
+        gen_ai__operation__name="chat", gen_ai__usage__input_tokens=0, gen_ai__usage__output_tokens=0
+    )
     assert (zero.input_tokens, zero.output_tokens) == (None, None)
-    silent = call_of(gen_ai__operation__name="chat", gen_ai__usage__input_tokens=5, gen_ai__usage__output_tokens=0)
+    silent = call_of(
+        gen_ai__operation__name="chat", gen_ai__usage__input_tokens=5, gen_ai__usage__output_tokens=0
+    )
     assert (silent.input_tokens, silent.output_tokens) == (5, 0)
 
 
@@ -115,17 +119,18 @@ def test_the_structure_of_messages_survives_redaction(output, encode):
 
 
 def test_openai_shaped_messages():
-    output = [{"role": "assistant", "tool_calls": [{"id": "i", "function": {"name": "f", "arguments": "{}"}}]}]
+    output = [
+        {"role": "assistant", "tool_calls": [{"id": "i", "function": {"name": "f", "arguments": "{}"}}]}
+    ]
     history = [{"role": "tool", "tool_call_id": "j", "content": "done"}]
-    call = call_of(gen_ai__operation__name="chat", gen_ai__output__messages=output, gen_ai__input__messages=history)
+    call = call_of(
+        gen_ai__operation__name="chat", gen_ai__output__messages=output, gen_ai__input__messages=history
+    )
     assert (call.asked, call.answered) == ((Asked("i", "f"),), ("j",))
 
 
 def test_flattened_old_completions():
-    call = call_of(**{
-        "gen_ai__system": "openai", "gen_ai__request__model": "m",
-        "gen_ai__completion__0__tool_calls__0__name": "f", "gen_ai__completion__0__tool_calls__0__id": "i",
-    })  # fmt: skip
+    call = call_of(gen_ai__system="openai", gen_ai__request__model="m", gen_ai__completion__0__tool_calls__0__name="f", gen_ai__completion__0__tool_calls__0__id="i")  # fmt: skip
     assert call.asked == (Asked("i", "f"),)
 
 
@@ -193,7 +198,11 @@ def test_pydantic_ai_agents_task_and_roll_up():
         })
     )  # fmt: skip
     assert operation.run is not None
-    assert (operation.agent, operation.run_id, operation.run.task_hash) == ("researcher", "run-1", text_hash("find"))
+    assert (operation.agent, operation.run_id, operation.run.task_hash) == (
+        "researcher",
+        "run-1",
+        text_hash("find"),
+    )
     assert (operation.run.input_tokens, operation.run.output_tokens) == (36, 16)
 
 
@@ -238,7 +247,9 @@ def test_bad_menus_cost_only_the_menus():
 def test_an_operation_survives_its_encoding_and_keeps_no_text():
     secret = "my card is 4111"
     messages = json.dumps([{"role": "user", "parts": [{"type": "text", "content": secret}]}])
-    operation = operation_of(chat("c", None, 0, 1, asks={"i": "f"}, attributes={"gen_ai.input.messages": messages}))
+    operation = operation_of(
+        chat("c", None, 0, 1, asks={"i": "f"}, attributes={"gen_ai.input.messages": messages})
+    )
     data = encode_operation(operation)
     assert decode_operation(data) == operation
     assert secret.encode() not in data

@@ -37,7 +37,10 @@ def test_a_recording_gives_what_it_gave(name):
 def test_all_recordings_tell_one_story_whatever_the_version_and_without_content():
     def story(name: str) -> tuple:
         line = assembled(name)
-        events = [(e["type"], e["agent"], e.get("to"), e.get("tool"), e.get("status"), e.get("call_id")) for e in line["events"]]
+        events = [
+            (e["type"], e["agent"], e.get("to"), e.get("tool"), e.get("status"), e.get("call_id"))
+            for e in line["events"]
+        ]
         return events, line["tokens"], line["flags"]
 
     assert story("desk") == story("desk_nocontent") == story("desk_v2")

@@ -23,7 +23,7 @@ def join_spans(spans: Iterable[Span], tenant: str, source: str = "import") -> li
 
 
 def assemble_spans(spans: Iterable[Span], tenant: str, source: str = "import") -> list[OrchestrationContent]:
-    """Orchestrations of ``spans``, by start and id. ``source`` as in SpansReceived: "gateway" and "import" are believed
-    where they say which policy version answered."""
+    """Orchestrations of ``spans``, by start and id. ``source`` as in SpansReceived: "gateway" and
+    "import" are believed where they say which policy version answered."""
     contents = [build_content(component) for component in join_spans(spans, tenant, source)]
     return sorted(contents, key=lambda content: (content.started_ns, content.orchestration_id))

@@ -1,9 +1,9 @@
 """Model calls of one orchestration: each logical call once, whoever recorded it.
 
-Spans are one call when they share a response id (the framework's span, the gateway's span, a re-export), or when a
-model span stands directly in another one of a different instrumentation layer. The call's place and times come from
-the framework's outermost span; tokens, sampling and policy version from the gateway. Roll-ups on agents never count.
-Source: DIALECTS 2.5, RELIABILITY cases 10, 21, 23, 25.
+Spans are one call when they share a response id (the framework's span, the gateway's span, a re-export), or
+when a model span stands directly in another one of a different instrumentation layer. The call's place and
+times come from the framework's outermost span; tokens, sampling and policy version from the gateway.
+Roll-ups on agents never count. Source: DIALECTS 2.5, RELIABILITY cases 10, 21, 23, 25.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Calls:
         return {a for i in self.groups[call] if (facts := self.tree.ops[i].call) for a in facts.answered}
 
     def asker(self, agent: int, call_id: str, at_ns: int) -> int:
-        """The call of ``agent`` that asked for the tool call ``call_id`` which ran at ``at_ns``; by id, else the agent's
-        last call begun before it; -1 without one."""
+        """The call of ``agent`` that asked for the tool call ``call_id`` which ran at ``at_ns``; by id,
+        else the agent's last call begun before it; -1 without one."""
         asked = self._asked.get((agent, call_id), []) if call_id else []
         for call in reversed(asked):
             if self.start(call) <= at_ns:
@@ -105,9 +105,7 @@ class Calls:
                     known = self._asked[(agent, asked.id)]
                     if asked.id and (not known or known[-1] != call):
                         known.append(call)
-        self._starts = {
-            agent: [self.start(call) for call in calls] for agent, calls in self.of_agent.items()
-        }
+        self._starts = {agent: [self.start(call) for call in calls] for agent, calls in self.of_agent.items()}
 
 
 def collect_calls(tree: Tree) -> Calls:
@@ -129,7 +127,9 @@ def collect_calls(tree: Tree) -> Calls:
         if facts.response_id:
             by_response.setdefault(facts.response_id, head)
     calls = Calls(tree)
-    groups = [sorted(group, key=lambda i: (_is_gateway(ops[i]), tree.agent[i] < 0)) for group in members.values()]
+    groups = [
+        sorted(group, key=lambda i: (_is_gateway(ops[i]), tree.agent[i] < 0)) for group in members.values()
+    ]
     groups.sort(key=lambda group: group[0])
     for group in groups:
         calls.groups.append(group)
@@ -185,14 +185,18 @@ def _known(facts: list[CallFacts], name: str) -> int | None:
 
 
 def token_usage(calls: tuple[ModelCall, ...], tree: Tree) -> tuple[TokenUsage, bool]:
-    """Sums over ``calls``, and whether they had to be taken from the agents' roll-ups. A failed attempt without usage
-    is neither a call nor unknown: nothing was answered."""
-    counted = [c for c in calls if c.status != "error" or c.input_tokens is not None or c.output_tokens is not None]
+    """Sums over ``calls``, and whether they had to be taken from the agents' roll-ups. A failed attempt
+    without usage is neither a call nor unknown: nothing was answered."""
+    counted = [
+        c for c in calls if c.status != "error" or c.input_tokens is not None or c.output_tokens is not None
+    ]
     if not calls:
         tops = [op.run for i, op in enumerate(tree.ops) if op.run is not None and tree.agent[i] < 0]
         known = [run for run in tops if run.input_tokens is not None or run.output_tokens is not None]
         if known:
-            return TokenUsage(sum(r.input_tokens or 0 for r in known), sum(r.output_tokens or 0 for r in known)), True
+            return TokenUsage(
+                sum(r.input_tokens or 0 for r in known), sum(r.output_tokens or 0 for r in known)
+            ), True
     return TokenUsage(
         input=sum(c.input_tokens or 0 for c in counted),
         output=sum(c.output_tokens or 0 for c in counted),

@@ -1,4 +1,5 @@
-"""Verbs ``assemble`` (a file of spans or a survey trace -> orchestrations) and ``traces`` (those of a workspace)."""
+"""Verbs ``assemble`` (a file of spans or a survey trace -> orchestrations) and ``traces`` (those of a
+workspace)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,6 @@ from spanloop.pipeline.assembly.batch import assemble_spans
 from spanloop.pipeline.assembly.report import aligned, orchestration_line, orchestration_table, trace_row
 from spanloop.pipeline.assembly.survey import SurveyTrace, from_survey, is_survey, survey_of, to_survey
 from spanloop.schemas import topics
-from spanloop.schemas.canonical import decode_json
 from spanloop.schemas.errors import ConfigError, SchemaError
 from spanloop.schemas.events import OrchestrationRevised, RewardsComputed, decode
 from spanloop.schemas.orchestration import OrchestrationContent
@@ -26,10 +26,13 @@ __all__ = ["assemble", "traces"]
 _PEEK = 64 * 2**10
 _SURVEY_BYTES = 256 * 2**20
 _REASONS = 5
+_NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _json = msgspec.json.Encoder().encode
 
 _form = [
-    click.option("--ndjson", "form", flag_value="ndjson", help="One JSON object a line (default into a pipe)."),
+    click.option(
+        "--ndjson", "form", flag_value="ndjson", help="One JSON object a line (default into a pipe)."
+    ),
     click.option("--json", "form", flag_value="json", help="One JSON array."),
     click.option("--table", "form", flag_value="table", help="For reading (default on a terminal)."),
 ]
@@ -56,9 +59,9 @@ def _forms(command: Any) -> Any:
 def assemble(path: Path, form: str | None, shape: str, tenant: str) -> None:
     """Turn a file of spans into orchestration traces, one a line.
 
-    PATH holds OTLP/JSON (one request a line, or one document) or OTLP protobuf requests behind lengths, also gzipped, or
-    a trace in the survey's format; the bytes tell which. Spans that cannot be read are counted on stderr, the others
-    are assembled; the exit code is then 3.
+    PATH holds OTLP/JSON (one request a line, or one document) or OTLP protobuf requests behind lengths,
+    also gzipped, or a trace in the survey's format; the bytes tell which. Spans that cannot be read are
+    counted on stderr, the others are assembled; the exit code is then 3.
 
     \b
     spanloop assemble spans.otlp.jsonl
@@ -93,7 +96,8 @@ def _read_spans(path: Path) -> tuple[list[Span], list[str]]:
 
 
 def _read_surveys(path: Path, tenant: str) -> list[SurveyTrace] | None:
-    """Survey traces of a file: one document, a list of them, or one a line; None when it holds something else."""
+    """Survey traces of a file: one document, a list of them, or one a line; None when it holds something
+    else."""
     try:
         with path.open("rb") as handle:
             head = handle.read(_PEEK)
@@ -103,12 +107,12 @@ def _read_surveys(path: Path, tenant: str) -> list[SurveyTrace] | None:
     except OSError as exc:
         raise ConfigError(f"cannot read {path}: {exc.strerror or exc}") from exc
     try:
-        document = decode_json(body)
+        document = msgspec.json.decode(body)
         documents = document if isinstance(document, list) else [document]
-    except SchemaError:
+    except _NO_JSON:
         try:
             documents = msgspec.json.Decoder().decode_lines(body)
-        except msgspec.DecodeError:
+        except _NO_JSON:
             return None
     if not documents or not all(is_survey(item) for item in documents):
         return None
@@ -133,7 +137,9 @@ def _object(item: OrchestrationContent | SurveyTrace, shape: str) -> dict[str, A
     if isinstance(item, SurveyTrace):
         return to_survey(item)
     if not item.events:
-        click.echo(f"left out {item.orchestration_id}: the survey's format needs at least one event", err=True)
+        click.echo(
+            f"left out {item.orchestration_id}: the survey's format needs at least one event", err=True
+        )
         return None
     return to_survey(survey_of(item))
 
@@ -155,14 +161,17 @@ def _print_objects(objects: Iterable[dict[str, Any]], form: str) -> None:
 @_forms
 @click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="Newest so many.")
 def traces(workspace: Path | None, form: str | None, limit: int) -> None:
-    """List the orchestrations of a workspace, newest first: last revision, agents, tokens, reward, policy versions.
+    """List the orchestrations of a workspace, newest first: last revision, agents, tokens, reward, policy
+    versions.
 
     \b
     spanloop traces --workspace .spanloop --limit 5
     spanloop traces --ndjson | jq 'select(.reward == null)'
     """
     folder = workspace or load_settings().workspace
-    rows = sorted(_rows(folder / "spanloop.db"), key=lambda row: (-row["started_ns"], row["orchestration_id"]))
+    rows = sorted(
+        _rows(folder / "spanloop.db"), key=lambda row: (-row["started_ns"], row["orchestration_id"])
+    )
     form = form or ("table" if sys.stdout.isatty() else "ndjson")
     if form != "table":
         _print_objects(rows[:limit], form)
@@ -199,4 +208,4 @@ def _rows(database: Path) -> Iterator[dict[str, Any]]:
         log.close()
     for key, revised in last.items():
         if revised.content is not None:
-            yield trace_row(revised, rewards.get(key))
+            yield trace_row(revised, revised.content, rewards.get(key))

@@ -1,9 +1,9 @@
 """Who made whom run: delegations between agent runs, with the rule that found each and how sure it is.
 
-Rules in order, the first that holds: (a) an agent's run under a tool call; (b) keys that name a hand-over; (c) a tool named
-transfer_to_X, then the next run of X; nodes of an engine; a run directly under another; a run whose context was lost but whose
-task is the text that a tool call of the same conversation passed on; a run under a missing parent within the only root.
-Source: DIALECTS 3.
+Rules in order, the first that holds: (a) an agent's run under a tool call; (b) keys that name a hand-over;
+(c) a tool named transfer_to_X, then the next run of X; nodes of an engine; a run directly under another; a
+run whose context was lost but whose task is the text that a tool call of the same conversation passed on; a
+run under a missing parent within the only root. Source: DIALECTS 3.
 """
 
 from __future__ import annotations
@@ -135,12 +135,9 @@ def _handovers(tree: Tree, agents: list[int], found: Delegations) -> set[int]:
     for i in reversed(agents):
         runs[folded(agent_name(tree.ops[i]))].append(i)
     claimed: set[int] = set()
-    transfers = [i for i, op in enumerate(tree.ops) if op.handover is not None and op.handover.target]
     inside = {tree.tool[i] for i in agents}
-    for i in transfers:
-        op = tree.ops[i]
-        assert op.handover is not None
-        if i in inside:
+    for i, op in enumerate(tree.ops):
+        if op.handover is None or not op.handover.target or i in inside:
             continue
         source = above(tree, found, i)
         waiting = runs.get(folded(op.handover.target), [])
@@ -163,7 +160,8 @@ def _handovers(tree: Tree, agents: list[int], found: Delegations) -> set[int]:
 
 
 def _lost_context(tree: Tree, roots: list[int], found: Delegations) -> None:
-    """Rule (g) inside one conversation: the root run's task is an argument of a tool call that contains it in time."""
+    """Rule (g) inside one conversation: the root run's task is an argument of a tool call that contains
+    it in time."""
     wanted: dict[tuple[str, str], list[int]] = defaultdict(list)
     for i in roots:
         run = tree.ops[i].run
@@ -177,9 +175,7 @@ def _lost_context(tree: Tree, roots: list[int], found: Delegations) -> None:
         for text in op.tool.argument_hashes:
             for i in wanted.get((op.conversation, text), ()):
                 if i not in found.into and lost_in(op, tree.ops[i]):
-                    found.add(
-                        Delegation(above(tree, found, tool), i, tool, "task_is_tool_argument", 0.8)
-                    )
+                    found.add(Delegation(above(tree, found, tool), i, tool, "task_is_tool_argument", 0.8))
 
 
 def lost_in(tool: Operation, run: Operation) -> bool:

@@ -1,9 +1,10 @@
 """Edges between the events of one orchestration.
 
-temporal: consecutive events of one agent. causal: decision -> what it did, and a run's start -> its first event. spawn:
-delegate -> spawn. message: message -> the receiver's next event. tool_dependency: tool_result -> the agent's next event. return:
-tool_call -> tool_result, and return -> the receiver's next event; aggregate: return -> the aggregate that used it. safety_flow:
-safety_event -> what it guards. Wall clocks are compared only within one agent.
+temporal: consecutive events of one agent. causal: decision -> what it did, and a run's start -> its first
+event. spawn: delegate -> spawn. message: message -> the receiver's next event. tool_dependency: tool_result
+-> the agent's next event. return: tool_call -> tool_result, and return -> the receiver's next event;
+aggregate: return -> the aggregate that used it. safety_flow: safety_event -> what it guards. Wall clocks
+are compared only within one agent.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ def _decisions(work: Inference, edges: set[tuple[str, str, str]]) -> None:
 
 def _results(work: Inference, lines: dict[str, _Line], edges: set[tuple[str, str, str]]) -> None:
     calls = {
-        work.operation_of_event[e.id]: e.id for e in work.events if e.type == "tool_call" and e.id in work.operation_of_event
+        work.operation_of_event[e.id]: e.id
+        for e in work.events
+        if e.type == "tool_call" and e.id in work.operation_of_event
     }
     targets: dict[str, list[str]] = defaultdict(list)
     by_span = {e.evidence[0]: e.id for e in work.events if e.type == "return"}

@@ -1,9 +1,10 @@
 """Events of one orchestration, each with evidence, rule and confidence.
 
-What counts as which event: a decision is a model turn that delegates and expects the result back, or in which the entry agent
-hands over; ``delegate`` each delegation, ``spawn`` where it makes a run that was not there; ``tool_call`` and ``tool_result`` only
-for leaf tools that ran; ``return`` to whoever gets the result; ``aggregate`` the turn that first saw two or more
-results; ``stop`` the end of a run that nobody delegated. Source: DIALECTS 3.
+What counts as which event: a decision is a model turn that delegates and expects the result back, or in
+which the entry agent hands over; ``delegate`` each delegation, ``spawn`` where it makes a run that was not
+there; ``tool_call`` and ``tool_result`` only for leaf tools that ran; ``return`` to whoever gets the
+result; ``aggregate`` the turn that first saw two or more results; ``stop`` the end of a run that nobody
+delegated. Source: DIALECTS 3.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Inference:
             self.agent_ids[i] = op.span_id if op.span_id not in seen else f"{op.trace_id}:{op.span_id}"
             seen.add(op.span_id)
         self.events: list[OrchestrationEvent] = []
+        self._ids: dict[str, int] = {}
         self.call_of_event: dict[str, int] = {}
         """Call that took or saw an event, where one is known."""
         self.operation_of_event: dict[str, int] = {}
@@ -66,7 +68,7 @@ class Inference:
         to_id = self.agent_ids.get(to, "")
         actor, other = self.name(agent, name), self.name(to, to_name)
         event = OrchestrationEvent(
-            id=digest("event", kind, actor, agent_id, other, to_id, tool, *spans)[:20],
+            id=self._new_id("event", kind, actor, agent_id, other, to_id, tool, *spans),
             type=kind,
             agent=actor,
             t_ns=max(t_ns, 0),
@@ -86,6 +88,12 @@ class Inference:
         if operation >= 0:
             self.operation_of_event[event.id] = operation
         return event
+
+    def _new_id(self, *parts: str) -> str:
+        """A digest; where two traces repeat each other's span ids, the second of equal ones is numbered."""
+        name = digest(*parts)[:20]
+        count = self._ids[name] = self._ids.get(name, 0) + 1
+        return name if count == 1 else digest(name, count)[:20]
 
     def agents(self) -> tuple[Agent, ...]:
         """Agent instances by start and id."""
@@ -198,7 +206,11 @@ def _delegate(work: Inference, d: Delegation, call: int) -> None:
 def _aggregates(work: Inference) -> None:
     """The turn that first saw two or more results; each wave of results that came back together has its own."""
     for source, delegations in work.found.by_source.items():
-        results = [d for d in delegations if d.delegates and d.spawns and d.mode != "pass_control" and d.returned(work.tree)]
+        results = [
+            d
+            for d in delegations
+            if d.delegates and d.spawns and d.mode != "pass_control" and d.returned(work.tree)
+        ]
         if source < 0 or len(results) < 2:
             continue
         seen: dict[int, list[Delegation]] = defaultdict(list)
@@ -284,7 +296,8 @@ def _safety(work: Inference) -> None:
 
 
 def _messages(work: Inference) -> None:
-    """Links from a message's consumer to its producer, between different agents that do not delegate to each other."""
+    """Links from a message's consumer to its producer, between different agents that do not delegate to
+    each other."""
     tree = work.tree
     linked = [i for i, op in enumerate(tree.ops) if op.links and op.kind == "message"]
     if not linked:
@@ -304,8 +317,9 @@ def _messages(work: Inference) -> None:
 
 
 def _stops(work: Inference) -> None:
-    """The end of each run that nobody delegated; runs in one workflow stop once, with it. A run whose parent never arrived
-    counts where it is the only one: then the parent is usually a caller that sends its spans elsewhere."""
+    """The end of each run that nobody delegated; runs in one workflow stop once, with it. A run whose
+    parent never arrived counts where it is the only one: then the parent is usually a caller that sends
+    its spans elsewhere."""
     done: set[int] = set()
     missing = set(work.tree.missing)
     entries = [i for i in work.runs if i not in work.found.into]

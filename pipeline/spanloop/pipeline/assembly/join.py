@@ -1,12 +1,13 @@
 """Which traces are one orchestration: incremental union over evidence that two operations give together.
 
-Evidence: a span link into another trace; the gateway's span and a framework's span of one response id; inside one conversation,
-a root run whose task is an argument of a tool call of another trace that contains it in time. A conversation id alone joins
-nothing: a conversation has many runs. Two framework spans with one response id in different traces join nothing either: scripted
-models repeat their ids.
+Evidence: a span link into another trace; the gateway's span and a framework's span of one response id;
+inside one conversation, a root run whose task is an argument of a tool call of another trace that contains
+it in time. A conversation id alone joins nothing: a conversation has many runs. Two framework spans with
+one response id in different traces join nothing either: scripted models repeat their ids.
 
-Invariants: the partition and every buffer depend on the set of operations ever added, never on order or repetition
-(up to MAX_SPANS); each piece of evidence is looked at from both of its ends, so whichever comes last joins.
+Invariants: the partition and every buffer depend on the set of operations ever added, never on order or
+repetition (up to MAX_SPANS and _MAX_EVIDENCE); each piece of evidence is looked at from both of its ends, so whichever comes
+last joins.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ __all__ = ["MAX_SPANS", "Component", "Emitted", "Joiner", "TraceBuffer"]
 MAX_SPANS = 50_000
 """Spans of one orchestration; further ones are counted (flag ``truncated_spans``) and not kept."""
 _MAX_EVIDENCE = 64
-"""Operations remembered for one piece of evidence; a response id or a text that stands in more is no evidence."""
+"""Operations remembered for one piece of evidence; a response id or a text that stands in more is no
+evidence."""
 RELEVANT = frozenset({"agent_run", "model_call", "tool_call", "handover", "guardrail", "workflow", "message"})
 """Kinds that make an orchestration; traces of anything else are none."""
 
@@ -62,8 +64,8 @@ class TraceBuffer:
         """Evidence keys under which this trace is indexed."""
 
     def add(self, operation: Operation, encoded: bytes) -> bool:
-        """Take a version of a span; False when it changes nothing. Of several versions the finished one with the later
-        end counts, then the larger bytes."""
+        """Take a version of a span; False when it changes nothing. Of several versions the finished one
+        with the later end counts, then the larger bytes."""
         span_id = operation.span_id
         old = self.spans.get(span_id)
         if old == encoded:
@@ -218,7 +220,9 @@ class Joiner:
         call = operation.call
         if call is not None and call.response_id:
             side = 0 if call.gateway is not None else 1
-            self._match(others, buffer, f"r/{tenant}/{call.response_id}", _Seen(operation.trace_id, None, side))
+            self._match(
+                others, buffer, f"r/{tenant}/{call.response_id}", _Seen(operation.trace_id, None, side)
+            )
         if operation.conversation:
             if operation.tool is not None:
                 for text in operation.tool.argument_hashes:

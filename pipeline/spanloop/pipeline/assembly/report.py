@@ -1,4 +1,5 @@
-"""Orchestrations for people and pipes: the JSON object that ``assemble`` prints, rows of ``traces``, and plain tables."""
+"""Orchestrations for people and pipes: the JSON object that ``assemble`` prints, rows of ``traces``, and
+plain tables."""
 
 from __future__ import annotations
 
@@ -39,10 +40,10 @@ def _versions(content: OrchestrationContent) -> list[str]:
     return sorted({call.policy_version for call in content.calls if call.policy_version})
 
 
-def trace_row(revised: OrchestrationRevised, rewards: RewardsComputed | None) -> dict[str, Any]:
+def trace_row(
+    revised: OrchestrationRevised, content: OrchestrationContent, rewards: RewardsComputed | None
+) -> dict[str, Any]:
     """One orchestration of a workspace in a line."""
-    content = revised.content
-    assert content is not None
     team = rewards.team if rewards is not None else None
     return {
         "orchestration_id": revised.orchestration_id,
@@ -93,7 +94,11 @@ def orchestration_table(content: OrchestrationContent) -> list[str]:
          f"{e.confidence:.1f}")
         for e in content.events
     ]  # fmt: skip
-    return [plain_text(heading), *aligned(("t s", "type", "agent", "to", "tool", "status", "rule", "conf"), rows), ""]
+    return [
+        plain_text(heading),
+        *aligned(("t s", "type", "agent", "to", "tool", "status", "rule", "conf"), rows),
+        "",
+    ]
 
 
 def _verdict(event: OrchestrationEvent) -> str:

@@ -1,7 +1,7 @@
 """From the operations of one component to the content of its next revision, and when that is worth an event.
 
-Content is a pure function of the set of operations. A revision is published when the content changed, or when a
-provisional one turned out to be complete as it was.
+Content is a pure function of the set of operations. A revision is published when the content changed, or
+when a provisional one turned out to be complete as it was.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def _flags(component: Component, tree: Tree) -> Counter[str]:
             gateway[op.call.response_id] = op.trace_id
     if gateway:
         responses = sum(
-            op.call is not None and gateway.get(op.call.response_id, op.trace_id) != op.trace_id for op in tree.ops
+            op.call is not None and gateway.get(op.call.response_id, op.trace_id) != op.trace_id
+            for op in tree.ops
         )
     flags["joined_by_link"], flags["joined_by_response_id"] = links, responses
     flags = +flags
@@ -103,7 +104,8 @@ def _flags(component: Component, tree: Tree) -> Counter[str]:
 
 
 def next_revision(component: Component) -> OrchestrationRevised | None:
-    """The next revision of a component that is due, None when there is nothing new to say; notes it as published."""
+    """The next revision of a component that is due, None when there is nothing new to say; notes it as
+    published."""
     if not component.relevant:
         return None
     content = build_content(component)

@@ -1,12 +1,13 @@
 """The assembly stage: SpansReceived in, OrchestrationRevised out.
 
-State entries, written only where something changed: ``o/`` versions of spans as they came (append only, a batch each),
-``c/`` one a component (when it is due, what was published), ``f/`` one a trace that was forgotten, so that a span later than
-the retention is refused instead of starting its orchestration anew. The union-find and all buffers are rebuilt from
-``o/`` by the same code that built them, so a restored stage goes on exactly as the old one would have.
+State entries, written only where something changed: ``o/`` versions of spans as they came (append only, a
+batch each), ``c/`` one a component (when it is due, what was published), ``f/`` one a trace that was
+forgotten, so that a span later than the retention is refused instead of starting its orchestration anew.
+The union-find and all buffers are rebuilt from ``o/`` by the same code that built them, so a restored stage
+goes on exactly as the old one would have.
 
-A component is due ``quiet_s`` after its last new span when it is complete, else ``timeout_s`` after it; published, it is kept
-for ``retention_s`` and at most ``orchestrations_max`` together, then forgotten.
+A component is due ``quiet_s`` after its last new span when it is complete, else ``timeout_s`` after it;
+published, it is kept for ``retention_s`` and at most ``orchestrations_max`` together, then forgotten.
 """
 
 from __future__ import annotations
@@ -141,7 +142,9 @@ class AssemblyStage:
             elif key.startswith("f/"):
                 stone = _tombstones.decode(entries[key])
                 self._forgotten[(stone.tenant, stone.trace_id)] = stone
-        self._forgotten = dict(sorted(self._forgotten.items(), key=lambda item: (item[1].expires_ns, item[0])))
+        self._forgotten = dict(
+            sorted(self._forgotten.items(), key=lambda item: (item[1].expires_ns, item[0]))
+        )
         self.joiner.absorbed.clear()
         for key, meta in metas:
             component = self.joiner.of_trace[(meta.tenant, meta.first_trace)]
@@ -208,13 +211,15 @@ class AssemblyStage:
         stone = self._forgotten.get((event.tenant, event.trace_id))
         if stone is not None:
             reason = f"later than the retention of orchestration {stone.orchestration_id}"
-            output.events.append(_refused(event.tenant, reason, raw, trace_id=event.trace_id, spans=len(event.spans)))
+            output.events.append(
+                _refused(event.tenant, reason, raw, trace_id=event.trace_id, spans=len(event.spans))
+            )
             return
         for span in event.spans:
             try:
                 operation = operation_of(span, event.source)
                 encoded = encode_operation(operation)
-            except Exception as exc:  # noqa: BLE001  one span that a dialect fails on must not cost the others
+            except Exception as exc:
                 output.events.append(_refused_span(event.tenant, span, exc))
                 continue
             if self.joiner.add(event.tenant, operation, encoded) is not None:

@@ -1,8 +1,8 @@
-"""Export to and import from the orchestration-trace format of the LLM multi-agent RL survey (xxzcc/awesome-llm-mas-rl,
-trace-schema/trace_schema.json at a14d8de1).
+"""Export to and import from the orchestration-trace format of the LLM multi-agent RL survey
+(xxzcc/awesome-llm-mas-rl, trace-schema/trace_schema.json at a14d8de1).
 
-The format knows ten event types and we know twelve. Mapping on export; ``spanloop_type`` on the event keeps ours, and import
-reads it back:
+The format knows ten event types and we know twelve. Mapping on export; ``spanloop_type`` on the event keeps
+ours, and import reads it back:
 
 ======================= =============================================================
 ours                    theirs
@@ -12,9 +12,10 @@ stop                    despawn of the entry agent
 all others              the same type
 ======================= =============================================================
 
-``t`` is in seconds since the orchestration's start. ``agent`` may not be empty there: an unknown one is "unknown". Costs: tokens are input
-plus output of the calls that told them, messages are delegations and messages. Rewards are what the caller knows, never zero for missing.
-Everything else of theirs (``role``, ``content_ref``, ``trusted``, metrics, ...) is kept by ``SurveyTrace`` and written back.
+``t`` is in seconds since the orchestration's start. ``agent`` may not be empty there: an unknown one is
+"unknown". Costs: tokens are input plus output of the calls that told them, messages are delegations and
+messages. Rewards are what the caller knows, never zero for missing. Everything else of theirs (``role``,
+``content_ref``, ``trusted``, metrics, ...) is kept by ``SurveyTrace`` and written back.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from spanloop.pipeline.assembly.infer import RANK
 from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.ids import orchestration_id
 from spanloop.schemas.orchestration import (
@@ -88,7 +90,7 @@ def from_survey(document: Mapping[str, Any], tenant: str = "default") -> SurveyT
         orchestration_id=orchestration_id(tenant, [trace_id]),
         tenant=tenant,
         trace_ids=(trace_id,),
-        events=tuple(sorted(events, key=lambda e: (e.t_ns, EVENT_TYPES.index(e.type), e.id))),
+        events=tuple(sorted(events, key=lambda e: (e.t_ns, RANK[e.type], e.id))),
         edges=tuple(sorted(edges, key=lambda e: (e.src, e.dst, e.type))),
         agents=tuple(Agent(id=name, name=name, role=name.lower()) for name in names),
         calls=(),
@@ -120,7 +122,9 @@ def to_survey(trace: SurveyTrace) -> dict[str, Any]:
 def survey_of(content: OrchestrationContent, rewards: Mapping[str, float] | None = None) -> SurveyTrace:
     """An orchestration as a survey trace; one without events cannot be told in the format (SchemaError)."""
     if not content.events:
-        raise SchemaError(f"orchestration {content.orchestration_id} has no events; the survey's format needs one")
+        raise SchemaError(
+            f"orchestration {content.orchestration_id} has no events; the survey's format needs one"
+        )
     types = [event.type for event in content.events]
     roles = {agent.id: agent.role for agent in content.agents}
     extras: dict[str, dict[str, Any]] = {}
@@ -185,7 +189,11 @@ def _event(number: int, raw: Any) -> OrchestrationEvent:
         raise SchemaError(f"events[{number}].t is {t!r}, expected seconds of at least 0")
     fields: dict[str, Any] = {"rule": "imported", "confidence": 1.0, "evidence": (), **raw, "type": kind}
     fields["t_ns"] = round(t * 1e9)
-    fields = {k: v for k, v in fields.items() if k in OrchestrationEvent.__struct_fields__ and (k in _OURS or k == "t_ns")}
+    fields = {
+        k: v
+        for k, v in fields.items()
+        if k in OrchestrationEvent.__struct_fields__ and (k in _OURS or k == "t_ns")
+    }
     try:
         event = msgspec.convert(fields, OrchestrationEvent)
     except msgspec.ValidationError as exc:

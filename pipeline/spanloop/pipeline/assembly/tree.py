@@ -1,7 +1,8 @@
-"""The forest of one orchestration's operations: parents resolved, cycles cut, gaps known, nearest agent and tool.
+"""The forest of one orchestration's operations: parents resolved, cycles cut, gaps known, nearest agent and
+tool.
 
-Invariants: the result depends on the set of operations only, never on their order; no recursion; linear time after
-one sort.
+Invariants: the result depends on the set of operations only, never on their order; no recursion; linear
+time after one sort.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ __all__ = ["Tree", "build_tree"]
 
 
 class Tree:
-    """Operations sorted by (start, longest first, trace, span), and what their places say. Indices are into ``ops``."""
+    """Operations sorted by (start, longest first, trace, span), and what their places say. Indices are
+    into ``ops``."""
 
     def __init__(self, ops: list[Operation]) -> None:
         self.ops = ops

@@ -1,7 +1,8 @@
-"""Dialects: how each instrumentation writes agents, model calls and tools into spans, read into one ``Operation``.
+"""Dialects: how each instrumentation writes agents, model calls and tools into spans, read into one
+``Operation``.
 
-A new dialect is a new file with ``NAME``, ``matches`` and ``read`` plus one line in ``detect.DIALECTS``; assembly does
-not change.
+A new dialect is a new file with ``NAME``, ``matches`` and ``read`` plus one line in ``detect.DIALECTS``;
+assembly does not change.
 """
 
 from spanloop.pipeline.dialects.detect import DIALECTS, Dialect, operation_of

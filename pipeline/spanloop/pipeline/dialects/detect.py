@@ -1,7 +1,7 @@
 """The registry of dialects: the first that recognises a span reads it.
 
-Order matters where one dialect extends another: the special one stands first. What nobody recognises becomes an
-operation of kind ``unknown``: it keeps its place in the tree and says nothing.
+Order matters where one dialect extends another: the special one stands first. What nobody recognises
+becomes an operation of kind ``unknown``: it keeps its place in the tree and says nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ __all__ = ["DIALECTS", "TRUSTED_SOURCES", "Dialect", "operation_of"]
 class Dialect(Protocol):
     """A module of this folder."""
 
-    NAME: str
+    @property
+    def NAME(self) -> str: ...
 
     def matches(self, span: Span) -> bool:
         """Whether the span is written in this dialect; cheap, never raises."""
@@ -33,8 +34,8 @@ class Dialect(Protocol):
 DIALECTS: tuple[Dialect, ...] = (pydantic_ai, genai)
 """Dialects that anybody may speak, in order."""
 TRUSTED_SOURCES = frozenset({"gateway", "import"})
-"""Sources whose gateway spans are believed. An agent that sends spans under the gateway's name over OTLP is read as plain
-GenAI: it cannot claim which policy version answered, or with which tokens."""
+"""Sources whose gateway spans are believed. An agent that sends spans under the gateway's name over OTLP
+is read as plain GenAI: it cannot claim which policy version answered, or with which tokens."""
 
 
 def operation_of(span: Span, source: str = "otlp") -> Operation:

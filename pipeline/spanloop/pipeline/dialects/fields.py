@@ -106,8 +106,10 @@ def asked_calls(conversation: Any) -> tuple[Asked, ...]:
     """Tool calls that the messages of a model's answer ask for, in order."""
     found = []
     for _, part in _parts(conversation):
-        if part.get("type") in _CALL_PARTS:
-            found.append(Asked(text(part.get("id")) or text(part.get("tool_call_id")), text(part.get("name"))))
+        if text(part.get("type")) in _CALL_PARTS:
+            found.append(
+                Asked(text(part.get("id")) or text(part.get("tool_call_id")), text(part.get("name")))
+            )
         calls = part.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():
             if isinstance(call, dict):
@@ -121,7 +123,7 @@ def answered_calls(conversation: Any) -> tuple[str, ...]:
     """Ids of the tool calls whose results stand in the messages, sorted."""
     found = set()
     for role, part in _parts(conversation):
-        if part.get("type") in _RESULT_PARTS:
+        if text(part.get("type")) in _RESULT_PARTS:
             found.add(text(part.get("id")) or text(part.get("tool_call_id")))
         elif role == "tool" and "tool_call_id" in part:
             found.add(text(part["tool_call_id"]))

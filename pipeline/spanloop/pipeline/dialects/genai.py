@@ -1,4 +1,5 @@
-"""OpenTelemetry's GenAI semantic conventions, current and deprecated names, as any instrumentation may write them.
+"""OpenTelemetry's GenAI semantic conventions, current and deprecated names, as any instrumentation may
+write them.
 
 Functions here are also the ground on which the dialects that extend GenAI stand.
 """
@@ -195,7 +196,9 @@ def transfer_of(tool: str, attributes: dict[str, Any]) -> Handover | None:
         target = text(first(arguments, "agent_name", "agent")) if isinstance(arguments, dict) else ""
     elif match := _TRANSFER_TOOL.fullmatch(tool):
         target = match.group(1)
-    return Handover(target=target, mode="pass_control", confidence=0.9, rule="transfer_tool") if target else None
+    return (
+        Handover(target=target, mode="pass_control", confidence=0.9, rule="transfer_tool") if target else None
+    )
 
 
 def _triggered(attributes: dict[str, Any]) -> bool | None:
@@ -203,7 +206,16 @@ def _triggered(attributes: dict[str, Any]) -> bool | None:
     if isinstance(verdict, bool):
         return verdict
     if isinstance(verdict, str):
-        return verdict.lower() in {"true", "block", "blocked", "deny", "denied", "triggered", "fail", "failed"}
+        return verdict.lower() in {
+            "true",
+            "block",
+            "blocked",
+            "deny",
+            "denied",
+            "triggered",
+            "fail",
+            "failed",
+        }
     return None
 
 

@@ -1,8 +1,8 @@
 """One normalised operation: what a dialect makes of a span, and all that assembly ever sees of it.
 
-Operations are small (no texts, only keyed or plain hashes of them), so they are what the stage keeps in its state.
-Invariant: equal spans give equal operations and equal ``encode_operation`` bytes, whatever their attribute order.
-Fields are only ever appended: the encoding is an array, and old state must stay readable.
+Operations are small (no texts, only keyed or plain hashes of them), so they are what the stage keeps in its
+state. Invariant: equal spans give equal operations and equal ``encode_operation`` bytes, whatever their
+attribute order. Fields are only ever appended: the encoding is an array, and old state must stay readable.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class ToolFacts(msgspec.Struct, frozen=True, array_like=True):
     tool: str
     call_id: str = ""
     role: str = ""
-    """Empty: an ordinary tool. output: the framework's way to end a run. rejected: arguments invalid, it never ran.
-    deferred: put off for approval, it has not run. ghost: a span that stands for other spans."""
+    """Empty: an ordinary tool. output: the framework's way to end a run. rejected: arguments invalid, it
+    never ran. deferred: put off for approval, it has not run. ghost: a span that stands for other spans."""
     argument_hashes: tuple[str, ...] = ()
     """``text_hash`` of each text among the arguments."""
 
@@ -155,7 +155,8 @@ def decode_operation(data: bytes) -> Operation:
 
 
 def text_hash(value: Any) -> str:
-    """Hash of a text, or the keyed hash left where it was dropped; empty for anything else and for empty texts.
+    """Hash of a text, or the keyed hash left where it was dropped; empty for anything else and for empty
+    texts.
 
     Texts compare equal only within one deployment, where either all or none of them are dropped.
 

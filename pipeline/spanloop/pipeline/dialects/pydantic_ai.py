@@ -1,8 +1,9 @@
-"""pydantic-ai's own instrumentation, conventions 2 to 6 (pydantic-ai 1 and 2): GenAI with its own names beside.
+"""pydantic-ai's own instrumentation, conventions 2 to 6 (pydantic-ai 1 and 2): GenAI with its own names
+beside.
 
-Read by attributes, not by span names, which changed from version to version (``agent run`` / ``invoke_agent X``,
-``running tool`` / ``execute_tool X``). A hand-over is an output function, a tool span that is named like the output
-tool (``final_result``) and marked only by the message "running output function".
+Read by attributes, not by span names, which changed from version to version (``agent run`` / ``invoke_agent
+X``, ``running tool`` / ``execute_tool X``). A hand-over is an output function, a tool span that is named
+like the output tool (``final_result``) and marked only by the message "running output function".
 """
 
 from __future__ import annotations
