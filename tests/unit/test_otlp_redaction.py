@@ -11,10 +11,12 @@ import pytest
 from otlp_requests import case, case_request, corpora
 
 from spanloop.collectors.redaction import Redactor, looks_like_label, workspace_key
+from spanloop.pipeline.assembly.batch import assemble_spans
 from spanloop.pipeline.otlp.decode_json import decode_json
 from spanloop.pipeline.otlp.files import read_spans
 from spanloop.schemas.errors import ConfigError
 from spanloop.schemas.events import SpansReceived, encode
+from spanloop.schemas.orchestration import OrchestrationContent
 from spanloop.schemas.settings import Content, Settings
 from spanloop.schemas.spans import Span, SpanEvent, SpanLink
 
@@ -201,3 +203,18 @@ def test_workspace_key_is_made_once_and_private(tmp_path: Path) -> None:
         workspace_key(Settings(workspace=tmp_path, content=Content(hmac_key="short")))  # type: ignore[arg-type]
     given = Settings(workspace=tmp_path, content=Content(hmac_key="x" * 40))  # type: ignore[arg-type]
     assert workspace_key(given) == b"x" * 40
+
+
+@pytest.mark.parametrize("variant", ["v2", "v5", "v6", "lostctx"])
+def test_redacted_spans_give_the_same_events(variant: str) -> None:
+    redactor = Redactor(Content(), KEY)
+    batches = read_spans(corpora() / "live-pydantic-ai" / variant / "spans.otlp.jsonl")
+    clear = [span for batch in batches for span in batch.spans]
+    (with_texts,) = assemble_spans(clear, "t")
+    (without,) = assemble_spans([redactor.span(span) for span in clear], "t")
+
+    def events(content: OrchestrationContent) -> list[tuple[Any, ...]]:
+        return sorted((e.type, e.agent, e.to, e.tool, e.status, e.rule) for e in content.events)
+
+    assert len(with_texts.events) > 10
+    assert events(without) == events(with_texts)
