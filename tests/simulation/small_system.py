@@ -32,7 +32,9 @@ def job(number, *, helpers=2, complete=True):
             _span(trace, tool, root, "execute_tool ask", start, {
                 "gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "ask", "gen_ai.tool.call.id": f"c{n}"}),
         ]  # fmt: skip
-    spans.append(_span(trace, next(ids), root, "chat m", t0 + 500, {**_chat(f"r-{number}-lead"), **_by("lead")}))
+    spans.append(
+        _span(trace, next(ids), root, "chat m", t0 + 500, {**_chat(f"r-{number}-lead"), **_by("lead")})
+    )
     if complete:
         spans.append(
             _span(trace, root, None, "invoke_agent lead", t0, {"gen_ai.operation.name": "invoke_agent", **_by("lead")}, length=900_000_000)

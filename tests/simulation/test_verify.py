@@ -16,7 +16,13 @@ from spanloop.pipeline.runtimes.embedded import EmbeddedRuntime
 from spanloop.pipeline.runtimes.process import build_stages
 from spanloop.pipeline.state.sqlite import SqliteState
 from spanloop.pipeline.verify import verify
-from spanloop.schemas.events import CreditAssigned, OrchestrationRevised, RewardsComputed, ValueModelPublished, decode
+from spanloop.schemas.events import (
+    CreditAssigned,
+    OrchestrationRevised,
+    RewardsComputed,
+    ValueModelPublished,
+    decode,
+)
 from spanloop.schemas.settings import load_settings
 
 PIPELINE = load_settings(None, {"pipeline": {"value_every": 8}}).pipeline
@@ -39,7 +45,9 @@ def workspace(tmp_path):
     """Forty jobs, in any order, some in two parts with a revision between, feedback early, late and corrected."""
     path, rng = tmp_path / "spanloop.db", random.Random(5)
     jobs = [job(n, helpers=1 + n % 3) for n in range(40)]
-    first = [batch for spans in jobs for batch in spans[: max(1, len(spans) - 1)]] + [outcome(n, 0.25) for n in range(0, 40, 2)]
+    first = [batch for spans in jobs for batch in spans[: max(1, len(spans) - 1)]] + [
+        outcome(n, 0.25) for n in range(0, 40, 2)
+    ]
     rng.shuffle(first)
     second = [batch for spans in jobs for batch in spans] + [outcome(n, (n % 7) / 7) for n in range(1, 40, 2)]
     second += [outcome(4, 0.75, feedback_id="corrected"), outcome(6, 1.0, kind="response", target="r-6-lead")]
@@ -69,7 +77,9 @@ def test_an_honest_log_replays_to_the_same_content(workspace):
     assert found.differences == []
     assert (found.orchestrations, found.equal, found.rewards, found.credits) == (40, 40, 40, 40)
     assert (found.open, found.behind, found.unread_records) == (0, 0, 0)
-    assert found.models >= 2, "credit must have used several versions, else the recorded version proves nothing"
+    assert found.models >= 2, (
+        "credit must have used several versions, else the recorded version proves nothing"
+    )
     assert last(workspace, OrchestrationRevised).revision > 1
     before = last(workspace, RewardsComputed)
     assert check(workspace).differences == []
@@ -101,7 +111,9 @@ def test_status_and_revision_are_no_content(workspace):
 
 
 def test_an_orchestration_that_no_span_supports_is_missing_and_a_lost_one_is_extra(workspace):
-    invented = msgspec.structs.replace(last(workspace, OrchestrationRevised), orchestration_id="ab" * 16, revision=1)
+    invented = msgspec.structs.replace(
+        last(workspace, OrchestrationRevised), orchestration_id="ab" * 16, revision=1
+    )
     append(workspace, [invented])
     assert [(d.what, d.orchestration_id) for d in check(workspace).differences] == [("missing", "ab" * 16)]
 
@@ -110,7 +122,9 @@ def test_an_orchestration_that_the_log_lost_is_extra(workspace):
     lost = last(workspace, OrchestrationRevised)
     with closing(SqliteLog(workspace)) as log, log._file.transaction() as connection:
         connection.execute("DELETE FROM records WHERE topic = 'orchestrations' AND key = ?", (lost.key,))
-    assert [(d.what, d.orchestration_id) for d in check(workspace).differences] == [("extra", lost.orchestration_id)]
+    assert [(d.what, d.orchestration_id) for d in check(workspace).differences] == [
+        ("extra", lost.orchestration_id)
+    ]
 
 
 def test_what_is_still_open_or_unread_is_not_wrong(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,10 @@ def verify(config_file: Path | None, workspace: Path | None, as_json: bool) -> N
     spanloop verify
     spanloop verify --config spanloop.toml --json
     """
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # before numpy is imported: small matrices, maybe a busy machine
+
     from spanloop.pipeline.clock import SystemClock
     from spanloop.pipeline.log.sqlite import SqliteLog
     from spanloop.pipeline.state.sqlite import SqliteState

@@ -95,22 +95,23 @@ class _Survey:
             except Exception:  # noqa: S112 - the assembly stage dead-letters what a dialect fails on
                 continue
             if operation.call is not None and operation.call.gateway is not None:
-                self._take_gateway(event.tenant, operation)
+                self._take_gateway(event.tenant, span, operation)
             else:
                 self._take_span(event.tenant, span, operation)
 
-    def _take_gateway(self, tenant: str, operation: Operation) -> None:
+    def _take_gateway(self, tenant: str, span: Span, operation: Operation) -> None:
         call = operation.call
         if call is None or call.gateway is None:
             return
-        facts = call.gateway
+        ids = span.attributes.get("spanloop.response_token_ids") or ()
+        logprobs = span.attributes.get("spanloop.response_logprobs") or ()
         self.gateway[operation.span_id] = _GatewayCall(
             tenant,
             operation.trace_id,
             call.response_id,
-            bool(facts.response_token_ids and facts.prompt_token_ids),
-            bool(facts.logprobs) and len(facts.logprobs) == len(facts.response_token_ids),
-            bool(facts.policy_version),
+            bool(ids and span.attributes.get("spanloop.prompt_token_ids")),
+            bool(ids) and len(ids) == len(logprobs),
+            bool(call.gateway.policy_version),
         )
 
     def _take_span(self, tenant: str, span: Span, operation: Operation) -> None:

@@ -8,6 +8,7 @@ and times of processing are no content. Nothing is written.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -320,7 +321,7 @@ def _feedback(
         for _, event in _events(log, topics.DEAD_LETTERS)
         if isinstance(event, DeadLettered) and event.source == "feedback"
     }
-    store = Store(_FAR_NS)
+    store = Store(_FAR_NS, sys.maxsize)
     for event in (*(pair[1] for pair in pairs.values()), *merged):
         store.put_orchestration(event, 0)
         store.take_writes()
@@ -338,21 +339,17 @@ def _compare(found: Verified, key: _Key, what: str, hashes: tuple[str, str]) -> 
 
 
 def _rewards_hash(event: RewardsComputed | None) -> str:
-    """Hash of the rewards' content; provisional and final are not content."""
+    """Hash of the rewards' content; revisions, provisional and final are not content."""
     if event is None:
         return ""
-    rewards = [msgspec.structs.replace(reward, status="") for reward in event.rewards]
-    return content_hash({"rewards": rewards, "team": event.team})
+    rewards = tuple(msgspec.structs.replace(reward, status="") for reward in event.rewards)
+    return content_hash(
+        msgspec.structs.replace(event, revision=0, orchestration_revision=0, status="", rewards=rewards)
+    )
 
 
 def _credit_hash(event: CreditAssigned | None) -> str:
+    """Hash of the ledger, the version of the value model included; void credit is no credit."""
     if event is None or not event.nodes:
         return ""
-    return content_hash(
-        {
-            "reward": event.reward,
-            "baseline": event.baseline,
-            "value_model": event.value_model,
-            "nodes": event.nodes,
-        }
-    )
+    return content_hash(msgspec.structs.replace(event, revision=0, orchestration_revision=0))

@@ -83,6 +83,7 @@ def run(config: Path | None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the process."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when numpy is imported: small matrices, busy machine
     parser = argparse.ArgumentParser(
         prog="python -m spanloop.pipeline.runtimes.embedded", description=__doc__
     )
