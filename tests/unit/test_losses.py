@@ -90,7 +90,7 @@ def _problem() -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def _loss(problem: dict[str, Tensor], logits: Tensor) -> Tensor:
+def _loss(problem: dict[str, Tensor], logits: Tensor, *, forward: bool = True) -> Tensor:
     return policy_loss(
         menu_log_probs(logits, problem["menu"], problem["opened"]),
         open_NK=problem["opened"],
@@ -105,13 +105,15 @@ def _loss(problem: dict[str, Tensor], logits: Tensor) -> Tensor:
         clip=0.2,
         cap=2.0,
         temperature=0.3,
+        forward=forward,
     ).loss
 
 
-def test_gradient_equals_finite_differences() -> None:
+@pytest.mark.parametrize("forward", [True, False])
+def test_gradient_equals_finite_differences(forward: bool) -> None:
     problem = _problem()
     logits = problem["logits"].clone().requires_grad_()
-    _loss(problem, logits).backward()
+    _loss(problem, logits, forward=forward).backward()
     assert logits.grad is not None
     step = 1e-6
     for n in range(logits.shape[0]):
@@ -119,7 +121,7 @@ def test_gradient_equals_finite_differences() -> None:
             up, down = problem["logits"].clone(), problem["logits"].clone()
             up[n, v] += step
             down[n, v] -= step
-            numeric = float(_loss(problem, up) - _loss(problem, down)) / (2 * step)
+            numeric = float(_loss(problem, up, forward=forward) - _loss(problem, down, forward=forward)) / (2 * step)
             assert float(logits.grad[n, v]) == pytest.approx(numeric, abs=2e-8, rel=1e-5)
 
 
@@ -146,9 +148,10 @@ def test_all_action_gradient_is_value_plus_entropy() -> None:
         objective(menu_log_probs(logits, menu, opened)).sum().backward()
         return logits.grad
 
-    one = gradient(lambda logp: soft_greedy_divergence(logp, values, opened, 0.3))
+    one = gradient(lambda logp: soft_greedy_divergence(logp, values, opened, 0.3, forward=False))
     two = gradient(lambda logp: -((logp.exp() * values).sum(1) + 0.3 * entropy(logp)) / 0.3)
     assert torch.allclose(one, two, atol=1e-9)
     best = torch.log_softmax((values / 0.3).masked_fill(~opened, -1e4), 1).masked_fill(~opened, -1e4)
-    assert float(soft_greedy_divergence(best, values, opened, 0.3).abs().max()) < 1e-12
-    assert float(soft_greedy_divergence(problem["prox"], values, opened, 0.3).min()) > 0
+    for forward in (True, False):
+        assert float(soft_greedy_divergence(best, values, opened, 0.3, forward=forward).abs().max()) < 1e-12
+        assert float(soft_greedy_divergence(problem["prox"], values, opened, 0.3, forward=forward).min()) > 0

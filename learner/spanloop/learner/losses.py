@@ -94,23 +94,28 @@ def clipped_surrogate(theta_N: Tensor, prox_N: Tensor, advantage_N: Tensor, clip
 
 
 def soft_greedy_divergence(
-    theta_NK: Tensor, values_NK: Tensor, open_NK: Tensor, temperature: float
+    theta_NK: Tensor, values_NK: Tensor, open_NK: Tensor, temperature: float, *, forward: bool
 ) -> Tensor:
-    """KL(pi || softmax(Q / T)) of each decision: the all-action policy gradient with an entropy bonus.
+    """Divergence of each decision from the soft-greedy policy of its values, t = softmax(Q / T); zero where pi = t.
 
-    Its gradient is that of -(sum_a pi(a) Q(a) + T entropy(pi)) / T. It sums over the menu instead of sampling it, so it
-    needs no importance ratio and has no variance from the choice; only the states are those of the behaviour.
+    Reverse, KL(pi || t): its gradient is that of -(sum_a pi(a) Q(a) + T entropy(pi)) / T, the all-action policy gradient with
+    an entropy bonus. Forward, KL(t || pi): the same minimum, and a gradient that does not vanish where pi is sure and
+    wrong. Both sum over the menu instead of sampling it: no importance ratio and no variance from the choice; only
+    the states are those of the behaviour.
 
     Args:
         theta_NK: Log-probabilities of the policy itself, without the exploration floor.
         values_NK: Counterfactual values of the options, units of reward.
         open_NK: True where the option exists.
         temperature: T > 0, units of reward a nat.
+        forward: Which of the two.
 
     Source: Mean Actor-Critic (Allen et al. 2017, arXiv 1709.00503), eq. 6, towards the target of soft actor-critic
     (Haarnoja et al. 2018, arXiv 1801.01290), eq. 10.
     """
     target_NK = torch.log_softmax((values_NK / temperature).masked_fill(~open_NK, CLOSED), dim=1)
+    if forward:
+        return (target_NK.exp() * (target_NK - theta_NK)).masked_fill(~open_NK, 0.0).sum(1)
     return (theta_NK.exp() * (theta_NK - target_NK)).masked_fill(~open_NK, 0.0).sum(1)
 
 
@@ -161,6 +166,7 @@ def policy_loss(
     clip: float,
     cap: float,
     temperature: float,
+    forward: bool = True,
 ) -> LossTerms:
     """Loss to minimise: the weighted mean over decisions.
 
@@ -181,13 +187,16 @@ def policy_loss(
         clip: eps of the clip.
         cap: Truncation of drift-one weights.
         temperature: Coefficient of the entropy bonus; the all-action target's temperature.
+        forward: Direction of the all-action divergence.
     """
     theta_N = taken(with_exploration(theta_NK, open_NK, exploration), chosen_N)
     prox_N = taken(with_exploration(prox_NK, open_NK, exploration), chosen_N)
     drift_N = importance_weights(prox_N, behaviour_N, cap)
     entropy_N = entropy(theta_NK)
     surrogate_N = drift_N * clipped_surrogate(theta_N, prox_N, advantage_N, clip)
-    divergence_N = soft_greedy_divergence(theta_NK, values_NK, open_NK, max(temperature, TEMPERATURE_MIN))
+    divergence_N = soft_greedy_divergence(
+        theta_NK, values_NK, open_NK, max(temperature, TEMPERATURE_MIN), forward=forward
+    )
     loss_N = torch.where(valued_N, divergence_N, -surrogate_N - temperature * entropy_N)
     loss = (weight_N * loss_N).sum()
     with torch.no_grad():

@@ -47,17 +47,24 @@ class Hyper(msgspec.Struct, frozen=True):
     """Gradients are scaled down to this norm."""
     weight_decay: float = 0.0
     weighting: str = "decision"
+    divergence: str = "forward"
+    """Direction of the all-action divergence, forward or reverse."""
     standardise: bool = True
     """Divide account advantages by their root mean square over the batch (values keep their unit)."""
 
     def temperature(self, batch: int) -> float:
-        """Coefficient of the entropy for batch number ``batch`` (1, 2, ...): linear from start to end.
+        """Coefficient of the entropy for batch number ``batch`` (1, 2, ...): from start to end in equal steps, in equal
+        ratios where both are positive.
 
         >>> h = hyper_of(Settings())
         >>> h.temperature(1) == h.entropy_start, h.temperature(10**6) == h.entropy_end
         (True, True)
         """
         done = min(1.0, max(0, batch - 1) / self.entropy_updates)
+        if done in (0.0, 1.0):
+            return self.entropy_end if done else self.entropy_start
+        if min(self.entropy_start, self.entropy_end) > 0.0:
+            return self.entropy_start * (self.entropy_end / self.entropy_start) ** done
         return self.entropy_start + (self.entropy_end - self.entropy_start) * done
 
 
@@ -168,6 +175,7 @@ class Updater:
             clip=hyper.clip,
             cap=hyper.ratio_cap,
             temperature=temperature,
+            forward=hyper.divergence == "forward",
         )
         norm = math.nan
         if bool(torch.isfinite(terms.loss)):

@@ -129,9 +129,12 @@ class Learner(_Section):
     entropy_start: float = Field(0.05, ge=0)
     entropy_end: float = Field(0.0, ge=0)
     entropy_updates: int = Field(40, ge=1)
-    """Updates over which the entropy bonus goes from start to end."""
+    """Updates over which the entropy bonus goes from start to end. With all_action it is the temperature of the target,
+    in units of reward."""
     advantage: str = Field("ledger", pattern="^(ledger|group|all_action)$")
     """ledger: the token's account; group: group-relative outcome; all_action: counterfactual values of the whole menu."""
+    divergence: str = Field("forward", pattern="^(forward|reverse)$")
+    """all_action: direction of the divergence from the soft-greedy policy of the values (losses.py)."""
     deterministic: bool = True
     learning_share: float = Field(0.5, ge=0, le=0.9)
     """Traffic that the newest candidate may serve between promotions."""
