@@ -34,17 +34,39 @@ def canonical_json(value: Any) -> bytes:
     return _encoder.encode(_with_defaults(value))
 
 
-@cache
-def _shared_defaults(cls: type[msgspec.Struct]) -> tuple[tuple[str, Any], ...]:
+class _Plan(msgspec.Struct, frozen=True):
+    """What of a struct class may need its defaults' own objects."""
+
+    defaults: tuple[tuple[str, Any], ...]
     """Fields whose default may be equal without being the same object: texts, floats, large ints."""
+    holders: tuple[str, ...]
+    """Fields whose type lets them hold structs that have such fields."""
+
+
+@cache
+def _plan(cls: type[msgspec.Struct]) -> _Plan:
     pairs = zip(cls.__struct_fields__[::-1], cls.__struct_defaults__[::-1], strict=False)
-    return tuple(
+    defaults = tuple(
         (name, default)
         for name, default in pairs
         if (isinstance(default, str) and default)
-        or (isinstance(default, float | int) and not isinstance(default, bool) and default not in range(257))
         or isinstance(default, float)
+        or (isinstance(default, int) and not isinstance(default, bool) and default not in range(257))
     )
+    fields = msgspec.inspect.type_info(cls).fields  # type: ignore[union-attr]
+    return _Plan(defaults, tuple(field.name for field in fields if _holds(field.type, frozenset({cls}))))
+
+
+def _holds(kind: Any, above: frozenset[type]) -> bool:
+    """Whether values of a type (as msgspec.inspect tells it) can hold structs with defaults to share."""
+    if isinstance(kind, msgspec.inspect.StructType):
+        if kind.cls in above:
+            return True
+        plan = _plan(kind.cls)
+        return bool(plan.defaults or plan.holders)
+    inner = [getattr(kind, name, None) for name in ("item_type", "types", "item_types")]
+    kinds = [k for one in inner if one is not None for k in (one if isinstance(one, tuple) else (one,))]
+    return any(_holds(k, above) for k in kinds)
 
 
 def _with_defaults(value: Any) -> Any:
@@ -58,15 +80,15 @@ def _with_defaults(value: Any) -> Any:
         return value
     if not isinstance(value, msgspec.Struct):
         return value
-    cls = type(value)
+    plan = _plan(type(value))
     changes: dict[str, Any] = {}
-    for name, default in _shared_defaults(cls):
+    for name, default in plan.defaults:
         own = getattr(value, name)
         if own is not default and own == default and type(own) is type(default):
             changes[name] = default
-    for name in cls.__struct_fields__:
+    for name in plan.holders:
         own = getattr(value, name)
-        if isinstance(own, msgspec.Struct | tuple) and own:
+        if own:
             new = _with_defaults(own)
             if new is not own:
                 changes[name] = new
