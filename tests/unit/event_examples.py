@@ -138,6 +138,7 @@ EXAMPLES: tuple[e.Event, ...] = (
         feedback_id="fb-1",
         target_kind="trace",
         target_id=TRACE,
+        trace_id=TRACE,
         value=0.75,
         name="quality",
         label="good",

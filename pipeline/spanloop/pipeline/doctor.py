@@ -52,6 +52,8 @@ class Diagnosis(msgspec.Struct):
 
     deployments: list[Deployment]
     checks: list[Check]
+    collector: str
+    """Where agents send spans."""
     records: dict[str, int] = {}
     """Records on the log by topic."""
     cut: bool = False
@@ -65,7 +67,8 @@ class Diagnosis(msgspec.Struct):
 
 def diagnose(settings: Settings) -> Diagnosis:
     """Look at the log, the workspace, the ports, the disk and the installed packages."""
-    found = Diagnosis([], [])
+    url = read_run(settings.workspace).get("urls", {}).get("collector", "")
+    found = Diagnosis([], [], url or f"http://{settings.collector.host}:{settings.collector.port or 4318}")
     log_checks = list(_log_checks(settings, found))
     found.checks = [
         *_workspace_checks(settings),
@@ -192,7 +195,7 @@ def lines(found: Diagnosis) -> Iterator[str]:
         yield ""
     if not found.deployments:
         yield "No spans yet. Point an agent at the collector:"
-        yield "  OTEL_EXPORTER_OTLP_ENDPOINT=http://127.0.0.1:4318 OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf python agent.py"
+        yield f"  OTEL_EXPORTER_OTLP_ENDPOINT={found.collector} OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf python agent.py"
         yield ""
     if found.cut:
         yield f"(counted over the newest {RECORDS_MAX} records of each topic)"
