@@ -20,11 +20,14 @@ from spanloop.learner.policy import PolicyConfig, PolicyNet
 from spanloop.learner.registry import MemoryRegistry
 from spanloop.learner.serving.memory import MemoryServing
 from spanloop.learner.trainer import Learner
+from spanloop.learner.update import initialise_torch
 from spanloop.pipeline.clock import ManualClock
 from spanloop.pipeline.ports import Log, new_record
 from spanloop.schemas.canonical import micro
 from spanloop.schemas.events import Sample, SamplesBuilt
 from spanloop.schemas.settings import Settings, load_settings
+
+initialise_torch(1)
 
 WORDS = ("cue-a", "cue-b", "cue-c", "a", "b", "c")
 CUES, ANSWERS = (5, 6, 7), (8, 9, 10)
@@ -37,7 +40,7 @@ def settings(workspace: Path, **learner: Any) -> Settings:
     """Settings of a small learner; ``learner`` overrides its section."""
     section = {
         "vocabulary": WORDS, "width": 16, "heads": 2, "context": 16, "batch_orchestrations": 16,
-        "minibatch_orchestrations": 8, "epochs": 2, "learning_rate": 3e-3, "gate_every": 1, "canary_min": 20,
+        "minibatch_orchestrations": 8, "epochs": 2, "learning_rate": 1e-2, "gate_every": 1, "canary_min": 20,
         "entropy_start": 0.0, "advantage": "ledger", "canary_share": 0.3, **learner,
     }  # fmt: skip
     flags = {"workspace": str(workspace), "learner": section, "serving": {"exploration": EXPLORATION}}

@@ -169,9 +169,9 @@ class Learner:
             trained = self._train()
             if trained:
                 self._register()
-                promoter.sync()
                 self._advance()
                 promoter.route()
+                promoter.mirror()
         if waiting:
             raise waiting[0]
         return trained
