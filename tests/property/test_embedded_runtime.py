@@ -208,13 +208,13 @@ def test_a_poisonous_record_is_dead_lettered_and_everything_else_counts(numbers,
 def test_timers_fire_at_their_time_and_not_while_a_backlog_waits():
     clock = ManualClock(0)
     log = MemoryLog(clock)
-    log.append(_inputs([3]))
+    log.append([NewRecord("spans", "a", "a0", b"3")])
     runtime = EmbeddedRuntime([Sum()], log, MemoryState(log), clock, batch_max=2)
     runtime.restore()
     assert runtime.step() == 1
     clock.advance(seconds=0.5)
-    log.append([NewRecord("spans", "k0", f"more{n}", b"3") for n in range(4)])
-    clock.advance(seconds=10)  # quiet in real time, but the log has more for the key: do not close it yet
+    log.append([NewRecord("spans", key, f"{key}{n}", b"3") for n, key in enumerate("bbba", 1)])
+    clock.advance(seconds=10)  # a has been quiet for long, but the log has more of it: do not close it yet
     assert runtime.step() == 2
     assert runtime.metrics()["sum"].lag_ms == pytest.approx(10_000)
     assert runtime.step() == 2
@@ -222,8 +222,8 @@ def test_timers_fire_at_their_time_and_not_while_a_backlog_waits():
     runtime.step()
     assert runtime.metrics()["sum"].lag_ms == 0
     clock.advance(seconds=1)
-    assert runtime.step() == 2  # the event and the entry
-    assert _told_on(log)[-1] == ("closed", "k0=15", "")
+    assert runtime.step() == 4  # two events and two entries
+    assert _told_on(log)[-2:] == [("closed", "a=6", ""), ("closed", "b=9", "")]
     assert runtime.step() == 0
 
 
