@@ -20,7 +20,8 @@ from spanloop.learner.policy import PolicyNet, save_artifact
 from spanloop.learner.promotion import desired_routing, fold
 from spanloop.learner.registry import MemoryRegistry
 from spanloop.learner.serving.memory import MemoryServing
-from spanloop.learner.training import Training, read_policies, read_samples, replay
+from spanloop.learner.history import read_policies, read_samples
+from spanloop.learner.training import Training, replay
 from spanloop.pipeline.clock import ManualClock
 from spanloop.pipeline.log.memory import MemoryLog
 from spanloop.pipeline.ports import Appended, NewRecord, new_record

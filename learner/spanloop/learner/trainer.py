@@ -27,12 +27,13 @@ import click
 
 from spanloop.learner.checkpoint import BatchReport
 from spanloop.learner.evaluation import Evaluation
+from spanloop.learner.history import decode_samples, read_policies, read_samples
 from spanloop.learner.policy import PolicyConfig, PolicyNet, load_artifact
 from spanloop.learner.promoter import Promoter
 from spanloop.learner.registry import Registry
 from spanloop.learner.serving.port import ServingPort
 from spanloop.learner.tokenizer import Tokenizer
-from spanloop.learner.training import Training, decode_samples, read_policies, read_samples
+from spanloop.learner.training import Training
 from spanloop.learner.update import hyper_of, initialise_torch
 from spanloop.pipeline.ports import Clock, Log
 from spanloop.schemas import topics

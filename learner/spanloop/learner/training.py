@@ -10,7 +10,6 @@ orchestration is in at most one batch; samples of an open window are never half-
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -18,55 +17,80 @@ import msgspec
 from torch import Tensor
 
 from spanloop.learner import checkpoint as checkpoints
-from spanloop.learner.batches import Window
+from spanloop.learner.batches import Rollout, Window
 from spanloop.learner.checkpoint import BatchReport, Checkpoint, LearnerState
+from spanloop.learner.history import read_policies, read_samples
 from spanloop.learner.policy import PolicyConfig, PolicyNet
 from spanloop.learner.promotion import PromotionState, fold
 from spanloop.learner.update import Hyper, Updater
-from spanloop.pipeline.log import scan
 from spanloop.pipeline.ports import Log
-from spanloop.schemas import topics
 from spanloop.schemas.errors import SchemaError, TerminalError
-from spanloop.schemas.events import BatchCommitted, Event, SamplesBuilt, decode
+from spanloop.schemas.events import BatchCommitted, SamplesBuilt
 
-__all__ = ["Training", "read_policies", "read_samples", "replay"]
-
-_LOG = logging.getLogger(__name__)
+__all__ = ["Selection", "Training", "hyper_of_batch", "open_window", "replay", "select"]
 
 LEDGER_BATCHES_MIN = 8
 """Batches that the sample ledger remembers at least; with a staleness bound of eta it remembers eta + 2: a revision
 that arrives later is stale, because its rows were acted before the batch that used it."""
 
 
-def read_policies(log: Log, tenant: str, policy: str) -> list[tuple[Event, int]]:
-    """All events of one policy with their append times, in order. Records that cannot be read are skipped and logged."""
-    found: list[tuple[Event, int]] = []
-    for record in scan(log, [topics.POLICIES]):
-        if record.key != f"{tenant}/{policy}":
-            continue
-        try:
-            found.append((decode(record.value), record.appended_ns))
-        except SchemaError as exc:
-            _LOG.warning("policies offset %d is skipped: %s", record.offset, exc.message)
-    return found
+class Selection(msgspec.Struct):
+    """What a committed batch trains on."""
+
+    rollouts: list[Rollout]
+    window: Window
+    ledger: dict[str, int]
+    """The sample ledger after the batch."""
 
 
-def read_samples(log: Log, tenant: str, after: int, upto: int) -> Iterable[tuple[SamplesBuilt, int]]:
-    """SamplesBuilt of a tenant with offsets in (after, upto], in order. Malformed records are skipped and logged."""
-    for record in scan(log, [topics.SAMPLES], after={topics.SAMPLES: after}, upto={topics.SAMPLES: upto}):
-        built = decode_samples(record.value, tenant)
-        if built is not None:
-            yield built, record.offset
-
-
-def decode_samples(value: bytes, tenant: str) -> SamplesBuilt | None:
-    """A SamplesBuilt of this tenant, else None (malformed ones are logged; a bad record never stops training)."""
+def hyper_of_batch(committed: BatchCommitted) -> Hyper:
+    """The hyper-parameters written on a batch. Raises SchemaError when they are not all there."""
     try:
-        event = decode(value)
-    except SchemaError as exc:
-        _LOG.warning("a sample is skipped: %s", exc.message)
-        return None
-    return event if isinstance(event, SamplesBuilt) and event.tenant == tenant else None
+        return msgspec.convert(committed.parameters, Hyper)
+    except msgspec.ValidationError as exc:
+        raise SchemaError(f"batch {committed.batch} has no usable hyper-parameters: {exc}") from exc
+
+
+def open_window(
+    batches: int,
+    hyper: Hyper,
+    *,
+    ledger: Mapping[str, int],
+    batch_of: Callable[[int], int | None],
+    config: PolicyConfig,
+) -> Window:
+    """An empty window behind ``batches`` batches."""
+
+    def lag(version: int) -> int | None:
+        made = batch_of(version)
+        return None if made is None or made > batches else batches - made
+
+    return Window(
+        ledger=ledger,
+        lag=lag,
+        max_staleness=hyper.max_staleness,
+        vocabulary_size=config.vocabulary_size,
+        context=config.context,
+    )
+
+
+def select(
+    committed: BatchCommitted,
+    samples: Iterable[tuple[SamplesBuilt, int]],
+    *,
+    ledger: Mapping[str, int],
+    batch_of: Callable[[int], int | None],
+    config: PolicyConfig,
+) -> Selection:
+    """Fold the samples between a committed boundary; the same for the learner, a replay and provenance."""
+    hyper = hyper_of_batch(committed)
+    window = open_window(committed.batch - 1, hyper, ledger=ledger, batch_of=batch_of, config=config)
+    for built, _ in samples:
+        window.add(built)
+    rollouts = window.rollouts()
+    oldest = committed.batch - max(LEDGER_BATCHES_MIN, hyper.max_staleness + 2)
+    kept = {name: batch for name, batch in ledger.items() if batch > oldest}
+    return Selection(rollouts, window, kept | {r.orchestration_id: committed.batch for r in rollouts})
 
 
 class Training:
@@ -90,7 +114,9 @@ class Training:
 
     def open_window(self, batch_of: Callable[[int], int | None], hyper: Hyper) -> None:
         """Start collecting behind the last batch."""
-        self._window = self._new_window(batch_of, hyper)
+        self._window = open_window(
+            self.state.batch, hyper, ledger=self.state.ledger, batch_of=batch_of, config=self.config
+        )
         self._boundary = self.state.to_offset
 
     def offer(self, built: SamplesBuilt | None, offset: int) -> None:
@@ -120,21 +146,6 @@ class Training:
             parameters=msgspec.to_builtins(hyper),
         )
 
-    def _new_window(self, batch_of: Callable[[int], int | None], hyper: Hyper) -> Window:
-        current = self.state.batch
-
-        def lag(version: int) -> int | None:
-            made = batch_of(version)
-            return None if made is None or made > current else current - made
-
-        return Window(
-            ledger=self.state.ledger,
-            lag=lag,
-            max_staleness=hyper.max_staleness,
-            vocabulary_size=self.config.vocabulary_size,
-            context=self.config.context,
-        )
-
     # ------------------------------------------------------------ one batch
 
     def train(
@@ -150,11 +161,9 @@ class Training:
                 f"contain batch {self.state.batch} (samples up to {self.state.to_offset}); was the log or "
                 "the checkpoint of another workspace copied here?"
             )
-        hyper = msgspec.convert(committed.parameters, Hyper)
-        window = self._new_window(batch_of, hyper)
-        for built, _ in samples:
-            window.add(built)
-        rollouts = window.rollouts()
+        hyper = hyper_of_batch(committed)
+        chosen = select(committed, samples, ledger=self.state.ledger, batch_of=batch_of, config=self.config)
+        rollouts, window = chosen.rollouts, chosen.window
         metrics = self.updater.train(rollouts, hyper, committed.batch) if rollouts else {}
         metrics |= {
             "orchestrations": float(len(rollouts)),
@@ -163,13 +172,10 @@ class Training:
             "steps_skipped": float(self.updater.skipped),
             "reward": sum(r.reward for r in rollouts) / max(1, len(rollouts)),
         }
-        oldest = committed.batch - max(LEDGER_BATCHES_MIN, hyper.max_staleness + 2)
-        ledger = {k: b for k, b in self.state.ledger.items() if b > oldest}
-        ledger |= {r.orchestration_id: committed.batch for r in rollouts}
         self.state = LearnerState(
             batch=committed.batch,
             to_offset=committed.to_offset,
-            ledger=ledger,
+            ledger=chosen.ledger,
             steps=self.updater.steps,
             skipped=self.updater.skipped,
             report=BatchReport(len(rollouts), committed.parent_version, window.dropped(), metrics),

@@ -1,0 +1,398 @@
+"""Verbs ``policies`` and ``provenance``: what is registered, served and taught, and requests to the running learner.
+
+Requests (inject, rollback, freeze, unfreeze) are events on the policies topic: durable, taken once, in order, also by a
+learner that is started later. ``--wait`` says how long to look for the answer.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from spanloop.pipeline.ports import Log, new_record
+from spanloop.schemas.canonical import unmicro
+from spanloop.schemas.errors import SchemaError, SpanloopError, TransientError
+from spanloop.schemas.events import PolicyCommand, PolicyCommandFinished, decode
+from spanloop.schemas.ids import policy_name, policy_number
+from spanloop.schemas.settings import Settings, load_settings
+
+if TYPE_CHECKING:
+    from spanloop.learner.promotion import PromotionState
+
+__all__ = ["policies", "provenance"]
+
+_CONFIG = click.option(
+    "--config", "config_file", type=click.Path(path_type=Path, dir_okay=False), help="TOML file of settings."
+)
+_WORKSPACE = click.option(
+    "--workspace",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Workspace folder.  [default: the settings' one]",
+)
+_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+_WAIT = click.option(
+    "--wait",
+    type=click.FloatRange(min=0),
+    default=10.0,
+    show_default=True,
+    help="Seconds to wait for the learner's answer.",
+)
+_REASON = click.option("--reason", default="", help="Why; kept with the event.")
+
+
+class _Refused(SpanloopError):
+    exit_code = 1
+
+
+class _Place(msgspec.Struct):
+    settings: Settings
+    as_json: bool
+
+
+def _place(config_file: Path | None, workspace: Path | None, as_json: bool) -> _Place:
+    flags = {"workspace": workspace} if workspace is not None else None
+    return _Place(load_settings(config_file, flags), as_json)
+
+
+@contextmanager
+def _open(settings: Settings) -> Iterator[Log]:
+    from spanloop.pipeline.log.sqlite import SqliteLog
+
+    if not settings.database.exists():
+        raise SchemaError(
+            f"{settings.workspace} is no workspace: it has no {settings.database.name}; name one with --workspace"
+        )
+    log = SqliteLog(settings.database)
+    try:
+        yield log
+    finally:
+        log.close()
+
+
+def _print_json(value: Any) -> None:
+    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def _number(text: str) -> int:
+    number = int(text) if text.isdigit() else policy_number(text)
+    if number < 0:
+        raise SchemaError(f"{text!r} is no version; give its number or its name, such as 12 or policy@v12")
+    return number
+
+
+# ---------------------------------------------------------------- policies
+
+
+@click.group(invoke_without_command=True)
+@_CONFIG
+@_WORKSPACE
+@_JSON
+@click.pass_context
+def policies(context: click.Context, config_file: Path | None, workspace: Path | None, as_json: bool) -> None:
+    """List versions, promotions and routing; roll back.
+
+    \b
+    spanloop policies                          all versions and what serves
+    spanloop policies show 12                  one version with its gates and canaries
+    spanloop policies rollback --reason "..."  the champion before this one serves again
+    """
+    context.obj = _place(config_file, workspace, as_json)
+    if context.invoked_subcommand is None:
+        context.invoke(list_)
+
+
+@policies.command("list")
+@click.pass_context
+def list_(context: click.Context) -> None:
+    """All versions and what serves now."""
+    place: _Place = context.obj
+    with _open(place.settings) as log:
+        state = _state(log, place.settings)
+    rows = [_row(state, v) for v in sorted(state.versions)]
+    if place.as_json:
+        routing = None if state.routing is None else msgspec.to_builtins(state.routing)
+        _print_json(
+            {
+                "champion": state.champion,
+                "epoch": state.epoch,
+                "frozen": state.frozen,
+                "routing": routing,
+                "versions": rows,
+            }
+        )
+        return
+    if not rows:
+        click.echo("no versions yet: the learner registers the first one when it starts")
+        return
+    name = place.settings.gateway.policy
+    click.echo(f"{'version':<12} {'batch':>5} {'taught':>7} {'status':<10} {'gate (lower bound)':<22} sha256")
+    for row in rows:
+        gate = (
+            ""
+            if row["gate"] is None
+            else f"{'passed' if row['gate']['passed'] else 'failed'} ({row['gate']['lower']:+.4f})"
+        )
+        click.echo(
+            f"{policy_name(name, row['version']):<12} {row['batch']:>5} {row['orchestrations']:>7} {row['status']:<10} {gate:<22} "
+            f"{row['sha256'][:12]}"
+        )
+    click.echo(_serving_line(state, name))
+
+
+def _state(log: Log, settings: Settings) -> PromotionState:
+    from spanloop.learner.history import read_policies
+    from spanloop.learner.promotion import fold
+
+    return fold(read_policies(log, settings.tenant, settings.gateway.policy))
+
+
+def _row(state: PromotionState, version: int) -> dict[str, Any]:
+    candidate, gate = state.versions[version], state.gates.get(version)
+    status = "candidate"
+    if version == state.champion:
+        status = "champion"
+    elif state.canary is not None and version == state.canary.version:
+        status = "canary"
+    elif version in state.retired:
+        status = "retired"
+    elif version in state.champions:
+        status = "former"
+    elif state.routing is not None and version == state.routing.learner:
+        status = "learning"
+    return {
+        "version": version,
+        "parent": candidate.parent,
+        "batch": candidate.batch,
+        "orchestrations": candidate.orchestrations,
+        "status": status,
+        "injected": candidate.injected,
+        "mlflow_version": candidate.mlflow_version,
+        "path": candidate.path,
+        "sha256": candidate.sha256,
+        "gate": None
+        if gate is None
+        else {"against": gate.against, "passed": gate.passed, "estimate": unmicro(gate.estimate), "lower": unmicro(gate.lower),
+              "ess": gate.ess, "n": gate.n, "reason": gate.reason},
+        "dropped": candidate.dropped,
+        "metrics": candidate.metrics,
+    }  # fmt: skip
+
+
+def _serving_line(state: PromotionState, name: str) -> str:
+    if state.routing is None:
+        return "nothing is routed to yet"
+    parts = [f"champion {policy_name(name, state.routing.champion)} (epoch {state.epoch})"]
+    if state.routing.learner >= 0:
+        parts.append(
+            f"learning {policy_name(name, state.routing.learner)} {state.routing.learning_share:.0%}"
+        )
+    if state.routing.canary >= 0:
+        parts.append(f"canary {policy_name(name, state.routing.canary)} {state.routing.canary_share:.0%}")
+    return "serving: " + ", ".join(parts) + ("; frozen" if state.frozen else "")
+
+
+@policies.command()
+@click.argument("version")
+@click.pass_context
+def show(context: click.Context, version: str) -> None:
+    """One VERSION (12 or policy@v12) with every event about it."""
+    place: _Place = context.obj
+    number = _number(version)
+    with _open(place.settings) as log:
+        from spanloop.learner.history import read_policies
+
+        state = _state(log, place.settings)
+        if number not in state.versions:
+            raise SchemaError(f"version {number} is not registered; `spanloop policies` lists what is")
+        events = [
+            msgspec.to_builtins(e)
+            for e, _ in read_policies(log, place.settings.tenant, place.settings.gateway.policy)
+            if number in (getattr(e, "version", None), getattr(e, "to", None))
+        ]
+    row = _row(state, number)
+    if place.as_json:
+        _print_json({**row, "events": events})
+        return
+    for key, value in row.items():
+        click.echo(f"{key:<15} {value if value not in ('', None) else '-'}")
+    for event in events:
+        shown = {
+            k: v
+            for k, v in event.items()
+            if k not in ("type", "tenant", "policy", "metrics", "path", "sha256")
+        }
+        click.echo(f"{event['type']:<22} " + " ".join(f"{k}={v}" for k, v in shown.items()))
+
+
+@policies.command()
+@click.option("--to", default="", help="Version to go back to.  [default: the champion before this one]")
+@_REASON
+@_WAIT
+@click.pass_context
+def rollback(context: click.Context, to: str, reason: str, wait: float) -> None:
+    """Let an older version serve instead of the champion, which is never promoted again."""
+    _ask(context.obj, "rollback", str(_number(to)) if to else "", reason, wait)
+
+
+@policies.command()
+@click.argument("path", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@_REASON
+@_WAIT
+@click.pass_context
+def inject(context: click.Context, path: Path, reason: str, wait: float) -> None:
+    """Make the artifact folder PATH a candidate: next in line for gate and canary."""
+    _ask(context.obj, "inject", str(path.resolve()), reason, wait)
+
+
+@policies.command()
+@_REASON
+@_WAIT
+@click.pass_context
+def freeze(context: click.Context, reason: str, wait: float) -> None:
+    """Stop training and promotions; the champion serves everything."""
+    _ask(context.obj, "freeze", "", reason, wait)
+
+
+@policies.command()
+@_REASON
+@_WAIT
+@click.pass_context
+def unfreeze(context: click.Context, reason: str, wait: float) -> None:
+    """Go on where freeze stopped."""
+    _ask(context.obj, "unfreeze", "", reason, wait)
+
+
+def _ask(place: _Place, kind: str, argument: str, reason: str, wait: float) -> None:
+    """Append the request and wait for the learner's answer."""
+    settings = place.settings
+    command = PolicyCommand(
+        tenant=settings.tenant, policy=settings.gateway.policy, command_id=uuid.uuid4().hex, kind=kind,
+        argument=argument, reason=reason,
+    )  # fmt: skip
+    with _open(settings) as log:
+        (appended,) = log.append([new_record(command)])
+        answer = _answer(log, command, appended.offset, wait)
+    if answer is None:
+        raise TransientError(
+            f"{kind} is on the log, but no learner took it within {wait:.0f} s; it will when `spanloop up` runs"
+        )
+    if place.as_json:
+        _print_json(answer)
+    if answer.status != "done":
+        raise _Refused(f"{kind} was refused: {answer.message}")
+    if not place.as_json:
+        about = f": {policy_name(settings.gateway.policy, answer.version)}" if answer.version >= 0 else ""
+        click.echo(f"{kind} done{about}")
+
+
+def _answer(log: Log, command: PolicyCommand, after: int, wait: float) -> PolicyCommandFinished | None:
+    deadline = time.monotonic() + wait
+    while True:
+        for record in log.read([command.TOPIC], {command.TOPIC: after}, 500):
+            after = record.offset
+            event = decode(record.value)
+            if isinstance(event, PolicyCommandFinished) and event.command_id == command.command_id:
+                return event
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(0.05)
+
+
+# ---------------------------------------------------------------- provenance
+
+
+@click.command()
+@click.argument("version", required=False)
+@click.option("--orchestration", default="", help="The other way: which versions this orchestration taught.")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=0),
+    default=10,
+    show_default=True,
+    help="Orchestrations printed; --json has all.",
+)
+@_CONFIG
+@_WORKSPACE
+@_JSON
+def provenance(
+    *,
+    version: str | None,
+    orchestration: str,
+    limit: int,
+    config_file: Path | None,
+    workspace: Path | None,
+    as_json: bool,
+) -> None:
+    """Show which orchestrations taught VERSION, or which versions an orchestration taught."""
+    if (version is None) == (not orchestration):
+        raise click.UsageError("give either a VERSION or --orchestration ID")
+    place = _place(config_file, workspace, as_json)
+    with _open(place.settings) as log:
+        if version is None:
+            _show_taught(log, place, orchestration)
+        else:
+            _show_history(log, place, _number(version), limit)
+
+
+def _show_taught(log: Log, place: _Place, orchestration: str) -> None:
+    from spanloop.learner.provenance import policy_config, taught_by
+
+    settings = place.settings
+    config = policy_config(settings.workspace, _state(log, settings))
+    batch, versions = taught_by(
+        log, config, orchestration, tenant=settings.tenant, policy=settings.gateway.policy
+    )
+    if place.as_json:
+        _print_json({"orchestration_id": orchestration, "batch": batch, "versions": versions})
+    elif batch < 0:
+        click.echo(
+            f"no batch was trained on {orchestration} (held out, stale, not closed yet, or not of this workspace)"
+        )
+    else:
+        names = [policy_name(settings.gateway.policy, v) for v in versions]
+        click.echo(f"{orchestration} was in batch {batch}; it taught " + (f"{names[0]} and, through it, {names[1]} .. {names[-1]}"
+                   if len(names) > 1 else names[0] if names else "a version that is being registered"))  # fmt: skip
+
+
+def _show_history(log: Log, place: _Place, number: int, limit: int) -> None:
+    from spanloop.learner.provenance import policy_config
+    from spanloop.learner.provenance import provenance as history_of
+
+    settings = place.settings
+    config = policy_config(settings.workspace, _state(log, settings))
+    history = history_of(log, config, number, tenant=settings.tenant, policy=settings.gateway.policy)
+    if place.as_json:
+        _print_json(history)
+        return
+    name = policy_name(settings.gateway.policy, number)
+    candidate = history.candidate
+    click.echo(f"{name}  sha256 {candidate.sha256}  MLflow version {candidate.mlflow_version}")
+    if candidate.injected:
+        click.echo(f"put there by hand ({candidate.injected}): no orchestration of this workspace taught it")
+        return
+    total = sum(len(b.lessons) for b in history.batches)
+    click.echo(
+        f"{len(history.batches)} batches, {total} orchestrations, descends from {policy_name(settings.gateway.policy, 0)}"
+    )
+    for batch in history.batches:
+        dropped = ", ".join(f"{n} {reason}" for reason, n in batch.dropped.items())
+        click.echo(
+            f"  batch {batch.batch:>4} -> v{batch.version:<4} samples ({batch.from_offset}, {batch.to_offset}]  "
+            f"{len(batch.lessons)} orchestrations" + (f"; not used: {dropped}" if dropped else "")
+        )
+    lessons = [lesson for batch in history.batches for lesson in batch.lessons]
+    if limit and lessons:
+        click.echo(f"last {min(limit, len(lessons))}:")
+        for lesson in lessons[-limit:]:
+            acted = ",".join(f"v{v}" for v in lesson.acted_by)
+            traces = " ".join(lesson.trace_ids[:3])
+            click.echo(
+                f"  {lesson.orchestration_id} reward {lesson.reward:+.3f} acted by {acted}  traces {traces}"
+            )
