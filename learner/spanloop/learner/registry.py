@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 VERSION_TAG = "spanloop.version"
 CHAMPION = "champion"
+_CREDENTIALS = re.compile(r"://[^/@\s]*@")
 
 
 class Registry(Protocol):
@@ -155,7 +157,7 @@ class MlflowRegistry:
 
     @property
     def _shown(self) -> str:
-        return self._uri.split("@")[-1]
+        return _CREDENTIALS.sub("://", self._uri)
 
     def _open(self) -> tuple[MlflowClient, str]:
         with self._lock:
@@ -213,10 +215,9 @@ class MlflowRegistry:
         except ModuleNotFoundError:
             raise
         except Exception as exc:  # MLflow raises its own, SQLAlchemy's, requests' and OSError
-            first = str(exc).strip().splitlines()
+            first = _CREDENTIALS.sub("://", next(iter(str(exc).strip().splitlines()), ""))
             raise TransientError(
-                f"cannot {doing}: MLflow at {self._shown} answers {type(exc).__name__}: "
-                f"{first[0][:200] if first else exc!r}; training waits and tries again. Check learner.tracking_uri or "
+                f"cannot {doing}: MLflow at {self._shown} answers {type(exc).__name__}: {first[:200]}; training waits and tries again. Check learner.tracking_uri or "
                 "MLFLOW_TRACKING_URI"
             ) from exc
 
