@@ -20,14 +20,11 @@ from spanloop.learner.policy import PolicyConfig, PolicyNet
 from spanloop.learner.registry import MemoryRegistry
 from spanloop.learner.serving.memory import MemoryServing
 from spanloop.learner.trainer import Learner
-from spanloop.learner.update import initialise_torch
 from spanloop.pipeline.clock import ManualClock
 from spanloop.pipeline.ports import Log, new_record
 from spanloop.schemas.canonical import micro
 from spanloop.schemas.events import Sample, SamplesBuilt
 from spanloop.schemas.settings import Settings, load_settings
-
-initialise_torch(1)
 
 WORDS = ("cue-a", "cue-b", "cue-c", "a", "b", "c")
 CUES, ANSWERS = (5, 6, 7), (8, 9, 10)
@@ -68,7 +65,9 @@ class World:
             menu = ANSWERS
             with torch.no_grad():
                 logits = net(torch.tensor([prompt]))[:, -1]
-                logp = menu_log_probs(logits, torch.tensor([menu]), torch.ones(1, 3, dtype=torch.bool), EXPLORATION)
+                logp = menu_log_probs(
+                    logits, torch.tensor([menu]), torch.ones(1, 3, dtype=torch.bool), EXPLORATION
+                )
             logps = [float(x) for x in logp[0]]
             chosen = int(rng.choice(3, p=np.exp(logps) / np.exp(logps).sum()))
             right += chosen == cue
@@ -76,12 +75,20 @@ class World:
             expected = sum(math.exp(p) * v for p, v in zip(logps, values, strict=True))
             rows.append(
                 Sample(
-                    call_id=f"{number}/{call}", agent_id="boss", role="orchestrator",
-                    policy_version=f"policy@v{version}", prompt_token_ids=prompt, response_token_ids=(menu[chosen],),
-                    logprobs=(logps[chosen],), advantages=(round(values[chosen] - expected),),
-                    accounts=(f"token/{number}/{call}",), menu_ids=(menu,), menu_logprobs=(tuple(logps),),
-                    menu_values=(values,) if self.values else (), weight=0.5,
-                )  # fmt: skip
+                    call_id=f"{number}/{call}",
+                    agent_id="boss",
+                    role="orchestrator",
+                    policy_version=f"policy@v{version}",
+                    prompt_token_ids=prompt,
+                    response_token_ids=(menu[chosen],),
+                    logprobs=(logps[chosen],),
+                    advantages=(round(values[chosen] - expected),),
+                    accounts=(f"token/{number}/{call}",),
+                    menu_ids=(menu,),
+                    menu_logprobs=(tuple(logps),),
+                    menu_values=(values,) if self.values else (),
+                    weight=0.5,
+                )
             )
         reward = right / 2 + float(rng.normal(0, self.noise))
         return SamplesBuilt(

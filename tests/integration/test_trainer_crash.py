@@ -6,27 +6,41 @@ or just after the chosen one; a new Learner starts on what is durable: log, work
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
 from learner_world import CONFIG, World, append, counts, learner, share_right, traffic
+
 from spanloop.learner import checkpoint as checkpoints
 from spanloop.learner import promoter as promoters
+from spanloop.learner.history import read_policies, read_samples
 from spanloop.learner.policy import PolicyNet, save_artifact
 from spanloop.learner.promotion import desired_routing, fold
 from spanloop.learner.registry import MemoryRegistry
 from spanloop.learner.serving.memory import MemoryServing
-from spanloop.learner.history import read_policies, read_samples
 from spanloop.learner.training import Training, replay
+from spanloop.learner.update import exact_numerics
 from spanloop.pipeline.clock import ManualClock
 from spanloop.pipeline.log.memory import MemoryLog
 from spanloop.pipeline.ports import Appended, NewRecord, new_record
 from spanloop.schemas.errors import SchemaError, TransientError
-from spanloop.schemas.events import BatchCommitted, PolicyCommand, PolicyPromoted, PolicyRolledBack, SamplesBuilt
+from spanloop.schemas.events import (
+    BatchCommitted,
+    PolicyCommand,
+    PolicyPromoted,
+    PolicyRolledBack,
+    SamplesBuilt,
+)
+
+
+@pytest.fixture(autouse=True)
+def _numerics() -> Iterator[None]:
+    """As in the learner's process."""
+    with exact_numerics():
+        yield
 
 
 class Killed(BaseException):
@@ -96,10 +110,12 @@ class System:
         self.section = section
         save = checkpoints.save
         monkeypatch.setattr(checkpoints, "save", lambda *a: self.effects.do(lambda: save(*a)))
-        monkeypatch.setattr(promoters, "save_artifact", lambda *a, **k: self.effects.do(lambda: save_artifact(*a, **k)))
+        monkeypatch.setattr(
+            promoters, "save_artifact", lambda *a, **k: self.effects.do(lambda: save_artifact(*a, **k))
+        )
         self.made = self.start()
 
-    def start(self):  # noqa: ANN201
+    def start(self):
         return learner(self.log, self.workspace, registry=self.registry, serving=self.serving, **self.section)
 
     def run(self, rounds: int, *, die_at: int = -1, after: bool = False) -> int:
@@ -143,7 +159,11 @@ def taught_by_batch(log: MemoryLog, batches: Sequence[BatchCommitted]) -> list[s
     state = fold(read_policies(log, "default", "policy"))
     used: list[str] = []
     for committed in batches:
-        training.train(committed, read_samples(log, "default", committed.from_offset, committed.to_offset), state.batch_of)
+        training.train(
+            committed,
+            read_samples(log, "default", committed.from_offset, committed.to_offset),
+            state.batch_of,
+        )
         used += [name for name, batch in training.state.ledger.items() if batch == committed.batch]
     return used
 
@@ -244,7 +264,9 @@ def test_rollback_works_while_mlflow_is_away(tmp_path: Path, monkeypatch: pytest
     assert champion in state.retired
 
 
-def test_serving_that_answers_with_other_weights_is_not_routed_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serving_that_answers_with_other_weights_is_not_routed_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Case 37: load answers 200, but what is served is not what was trained."""
     system = System(tmp_path, monkeypatch)
     system.run(2)
@@ -257,7 +279,9 @@ def test_serving_that_answers_with_other_weights_is_not_routed_to(tmp_path: Path
     assert after is not None
     assert after.learner == before.learner
     assert system.made.promoter.deployment.unroutable
-    assert not {f"policy@v{v}" for v in system.made.promoter.deployment.unroutable} & set(system.serving.loaded())
+    assert not {f"policy@v{v}" for v in system.made.promoter.deployment.unroutable} & set(
+        system.serving.loaded()
+    )
 
 
 def test_refused_artifacts_are_not_routed_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

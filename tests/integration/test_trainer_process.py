@@ -16,8 +16,8 @@ from typing import IO, Any
 
 import numpy as np
 import pytest
-
 from learner_world import CONFIG, EXPLORATION, WORDS, World, append
+
 from spanloop.learner.checkpoint import load_latest, tensors_hash
 from spanloop.learner.history import read_policies
 from spanloop.learner.policy import PolicyNet, load_artifact
@@ -118,7 +118,14 @@ class Traffic:
         append(self.log, [self._world.play(self._nets[version], version) for _ in range(count)])
 
     def batches(self) -> int:
-        return max((e.batch for e, _ in read_policies(self.log, "default", "policy") if isinstance(e, BatchCommitted)), default=0)
+        return max(
+            (
+                e.batch
+                for e, _ in read_policies(self.log, "default", "policy")
+                if isinstance(e, BatchCommitted)
+            ),
+            default=0,
+        )
 
 
 @pytest.mark.slow

@@ -9,16 +9,26 @@ import msgspec
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from learner_world import CONFIG, World
+
 from spanloop.learner.batches import Window, group_advantages
 from spanloop.learner.canary import Arm
 from spanloop.learner.gate import balance_weights, snips
 from spanloop.learner.policy import PolicyNet
 from spanloop.learner.promotion import Facts, PromotionState, apply, decide, fold
 from spanloop.schemas.events import (
-    CanaryFinished, CanaryStarted, CandidateRegistered, Event, GateEvaluated, PolicyCommand, PolicyCommandFinished,
-    PolicyPromoted, PolicyRolledBack, SamplesBuilt, decode, encode,
+    CanaryFinished,
+    CanaryStarted,
+    CandidateRegistered,
+    Event,
+    GateEvaluated,
+    PolicyCommand,
+    PolicyCommandFinished,
+    PolicyPromoted,
+    PolicyRolledBack,
+    SamplesBuilt,
+    decode,
+    encode,
 )  # fmt: skip
 from spanloop.schemas.settings import Learner
 
@@ -77,9 +87,14 @@ def test_no_retired_version_is_promoted(events: list[Event], heldout: int) -> No
         assert pending or version < 0 or version not in state.retired or state.champion < 0
 
 
-@given(st.lists(st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True, width=32)), max_size=9), st.randoms())
+@given(
+    st.lists(st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True, width=32)), max_size=9),
+    st.randoms(),
+)
 @settings(max_examples=80, deadline=None)
-def test_group_advantages_are_finite_centred_and_order_free(rewards: list[float | None], rng: random.Random) -> None:
+def test_group_advantages_are_finite_centred_and_order_free(
+    rewards: list[float | None], rng: random.Random
+) -> None:
     got = group_advantages(rewards)
     kept = [v for v in got.values if v is not None]
     assert len(kept) + got.dropped == len(rewards)
@@ -94,7 +109,10 @@ def test_group_advantages_are_finite_centred_and_order_free(rewards: list[float 
 def _samples(count: int) -> list[SamplesBuilt]:
     world = World()
     made = [world.play(NET, i % 4, holdout=i % 5 == 0) for i in range(count)]
-    extra = [msgspec.structs.replace(made[i], revision=2, rows=() if i % 2 else made[i].rows) for i in range(0, count, 3)]
+    extra = [
+        msgspec.structs.replace(made[i], revision=2, rows=() if i % 2 else made[i].rows)
+        for i in range(0, count, 3)
+    ]
     return made + extra
 
 
@@ -103,7 +121,11 @@ def _samples(count: int) -> list[SamplesBuilt]:
 def test_a_window_does_not_see_duplicates(count: int, repeats: list[int]) -> None:
     def run(samples: list[SamplesBuilt]) -> Window:
         window = Window(
-            ledger={}, lag=lambda v: 3 - v, max_staleness=2, vocabulary_size=CONFIG.vocabulary_size, context=CONFIG.context
+            ledger={},
+            lag=lambda v: 3 - v,
+            max_staleness=2,
+            vocabulary_size=CONFIG.vocabulary_size,
+            context=CONFIG.context,
         )
         for built in samples:
             window.add(built)
@@ -117,7 +139,10 @@ def test_a_window_does_not_see_duplicates(count: int, repeats: list[int]) -> Non
     assert clean.trainable == len(clean.rollouts())
 
 
-@given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 3), st.integers(-10**6, 10**6)), max_size=20), st.randoms())
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(1, 3), st.integers(-(10**6), 10**6)), max_size=20),
+    st.randoms(),
+)
 @settings(max_examples=60, deadline=None)
 def test_an_arm_is_its_last_revisions(rows: list[tuple[int, int, int]], rng: random.Random) -> None:
     facts = {(o, r): g for o, r, g in rows}

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-
 from learner_world import CONFIG, World
+
 from spanloop.learner.arrays import collate, minibatches, standardised, take
 from spanloop.learner.batches import Rollout, Window, group_advantages, to_rollout, with_advantages
 from spanloop.learner.policy import PolicyNet
@@ -93,7 +93,9 @@ def test_a_later_revision_replaces_and_may_take_back() -> None:
 
 
 def test_forced_tokens_are_no_decisions() -> None:
-    event = row_changed(built(0), menu_ids=((8,),), response_token_ids=(8,), logprobs=(0.0,), menu_logprobs=((0.0,),))
+    event = row_changed(
+        built(0), menu_ids=((8,),), response_token_ids=(8,), logprobs=(0.0,), menu_logprobs=((0.0,),)
+    )
     made = rollout(event)
     assert isinstance(made, Rollout)
     assert (made.num_decisions, made.forced) == (1, 1)
@@ -116,10 +118,16 @@ def test_case_35_groups() -> None:
 
 def test_group_mode_reports_singletons() -> None:
     a, b, c = rollouts(3)
-    pair = [msgspec.structs.replace(a, group="g", reward=1.0), msgspec.structs.replace(b, group="g", reward=0.0), c]
+    pair = [
+        msgspec.structs.replace(a, group="g", reward=1.0),
+        msgspec.structs.replace(b, group="g", reward=0.0),
+        c,
+    ]
     mapped, notes = with_advantages(pair, "group")
     assert notes == {"flat_groups": 1}
-    assert [r.calls[0].decisions[0].advantage for r in mapped] == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5), 0])
+    assert [r.calls[0].decisions[0].advantage for r in mapped] == pytest.approx(
+        [math.sqrt(0.5), -math.sqrt(0.5), 0]
+    )
 
 
 def test_ledger_mode_forgets_values_and_all_action_counts_missing_ones() -> None:
@@ -159,7 +167,9 @@ def test_standardised_scales_advantages_only() -> None:
     arrays = collate(rollouts(8))
     scaled = standardised(arrays)
     assert float(np.sqrt(np.mean(scaled.advantage_N**2))) == pytest.approx(1, rel=1e-5)
-    np.testing.assert_allclose(scaled.advantage_N / scaled.advantage_N[0], arrays.advantage_N / arrays.advantage_N[0], rtol=1e-5)
+    np.testing.assert_allclose(
+        scaled.advantage_N / scaled.advantage_N[0], arrays.advantage_N / arrays.advantage_N[0], rtol=1e-5
+    )
     np.testing.assert_array_equal(scaled.values_NK, arrays.values_NK)
     still = msgspec.structs.replace(arrays, advantage_N=np.zeros_like(arrays.advantage_N))
     assert standardised(still) is still

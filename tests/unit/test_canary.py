@@ -94,7 +94,7 @@ def test_power(difference: float, verdict: str, at_least: float, within: int) ->
     results = [simulate(difference, seed) for seed in range(100)]
     right = sum(v == verdict for v, _ in results) / len(results)
     used = float(np.median([n for _, n in results]))
-    print(f"difference {difference:+}: {verdict} {right:.0%}, median {used:.0f} orchestrations")  # noqa: T201
+    print(f"difference {difference:+}: {verdict} {right:.0%}, median {used:.0f} orchestrations")
     assert right >= at_least
     assert used <= within
 
@@ -102,6 +102,6 @@ def test_power(difference: float, verdict: str, at_least: float, within: int) ->
 def test_false_promotions() -> None:
     """Equal arms, looked at after every ten orchestrations: wrong in at most 5 % on either side."""
     results = [simulate(0.0, 1000 + seed)[0] for seed in range(200)]
-    print("equal arms:", {v: results.count(v) for v in sorted(set(results))})  # noqa: T201
+    print("equal arms:", {v: results.count(v) for v in sorted(set(results))})
     assert results.count("promote") <= 10
     assert results.count("reject") <= 10

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from learner_world import CONFIG, World
+
 from spanloop.learner import checkpoint as checkpoints
 from spanloop.learner.batches import Rollout, to_rollout
 from spanloop.learner.checkpoint import BatchReport, Checkpoint, LearnerState, load_latest, save, tensors_hash
 from spanloop.learner.policy import PolicyNet
-from spanloop.learner.update import Updater, hyper_of
+from spanloop.learner.update import Updater, exact_numerics, hyper_of
 from spanloop.schemas.errors import TerminalError, TransientError
 from spanloop.schemas.settings import Settings
 
@@ -21,7 +21,10 @@ HYPER = hyper_of(Settings())
 
 def rollouts(count: int = 12) -> list[Rollout]:
     world, net = World(), PolicyNet.initial(CONFIG, 0)
-    made = [to_rollout(world.play(net, 0), vocabulary_size=CONFIG.vocabulary_size, context=CONFIG.context) for _ in range(count)]
+    made = [
+        to_rollout(world.play(net, 0), vocabulary_size=CONFIG.vocabulary_size, context=CONFIG.context)
+        for _ in range(count)
+    ]
     return [r for r in made if isinstance(r, Rollout)]
 
 
@@ -105,7 +108,9 @@ def test_disk_full_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient", "update"])
-def test_a_bad_step_is_skipped_and_leaves_weights_and_optimiser(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_step_is_skipped_and_leaves_weights_and_optimiser(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Case 35: loss, gradient and parameters are checked before the step is kept."""
     updater = trained(1)
     before, steps = tensors_hash(updater.tensors()), updater.steps
@@ -124,13 +129,25 @@ def test_a_bad_step_is_skipped_and_leaves_weights_and_optimiser(where: str, monk
     assert "loss" not in metrics
 
 
-def _poisoned(theta: torch.Tensor, **arguments: torch.Tensor):  # noqa: ANN202
+def _poisoned(theta: torch.Tensor, **arguments: torch.Tensor):
     from spanloop.learner.losses import policy_loss
 
     advantage = arguments["advantage_N"] * float("nan")
     return policy_loss(theta, **{**arguments, "advantage_N": advantage})  # type: ignore[arg-type]
 
 
-def _exploding(self: Updater, gradients: list[torch.Tensor], hyper: object):  # noqa: ANN202, ARG001
+def _exploding(self: Updater, gradients: list[torch.Tensor], hyper: object):
     updated = [p.detach() * float("inf") for p in self._parameters]
     return updated, dict(self._moments)
+
+
+def test_exact_numerics_are_given_back() -> None:
+    """Flushed denormals are a state of the thread: other tests and libraries must not meet it."""
+    smallest = float.fromhex("0x0.0000000000001p-1022")
+    with exact_numerics():
+        assert smallest * 1.0 == 0.0
+        with exact_numerics():
+            assert torch.are_deterministic_algorithms_enabled()
+        assert smallest * 1.0 == 0.0
+    assert smallest * 1.0 != 0.0
+    assert not torch.are_deterministic_algorithms_enabled()

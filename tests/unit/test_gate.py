@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 import pytest
-
 from learner_world import CONFIG, EXPLORATION, World, settings
+
 from spanloop.learner.evaluation import Evaluation
 from spanloop.learner.gate import (
     balance_weights,
@@ -48,7 +48,7 @@ def bandit(new: list[float], seed: int, count: int = 400) -> tuple[np.ndarray, .
     return np.log(np.array(new))[arm], np.log(loggers[0])[arm], np.log(loggers.T)[arm], which, gains
 
 
-def run(new: list[float], seed: int, margin: float = 0.0):  # noqa: ANN201
+def run(new: list[float], seed: int, margin: float = 0.0):
     candidate, champion, loggers, which, gains = bandit(new, seed)
     return judge(candidate, champion, loggers, which, gains, confidence=0.9, margin=margin, min_ess=0.1)
 
@@ -77,21 +77,28 @@ def test_equal_policies_pass_exactly() -> None:
 
 def test_refusals_say_why() -> None:
     candidate, champion, loggers, which, gains = bandit([0.1, 0.2, 0.7], 0)
-    few = judge(candidate[:9], champion[:9], loggers[:9], which[:9], gains[:9], confidence=0.9, margin=0, min_ess=0.1)
+    few = judge(
+        candidate[:9], champion[:9], loggers[:9], which[:9], gains[:9], confidence=0.9, margin=0, min_ess=0.1
+    )
     assert (few.passed, few.reason) == (False, "9 held-out orchestrations, 30 needed")
     lonely = candidate.copy()
     lonely[0] += 12.0
-    assert "overlap" in judge(lonely, champion, loggers, which, gains, confidence=0.9, margin=0, min_ess=0.1).reason
+    assert (
+        "overlap"
+        in judge(lonely, champion, loggers, which, gains, confidence=0.9, margin=0, min_ess=0.1).reason
+    )
     heavy = judge(lonely, champion, loggers, which, gains, confidence=0.9, margin=0, min_ess=0.0)
     assert "weighs" in heavy.reason
     worse = run([0.6, 0.3, 0.1], 0)
     assert "below" in worse.reason
     assert run([0.35, 0.33, 0.32], 0, margin=0.5).passed
-    broken = judge(candidate, champion, loggers, which, gains * math.nan, confidence=0.9, margin=0, min_ess=0.1)
+    broken = judge(
+        candidate, champion, loggers, which, gains * math.nan, confidence=0.9, margin=0, min_ess=0.1
+    )
     assert (broken.passed, broken.reason) == (False, "the estimate is not finite")
 
 
-def test_evaluation_scores_held_out_orchestrations(tmp_path) -> None:  # noqa: ANN001
+def test_evaluation_scores_held_out_orchestrations(tmp_path) -> None:
     nets = {0: PolicyNet.initial(CONFIG, 0), 1: PolicyNet.initial(CONFIG, 1), 2: PolicyNet.initial(CONFIG, 2)}
     with_cue = nets[2]
     with_cue.load_state_dict(nets[0].state_dict())
@@ -107,7 +114,11 @@ def test_evaluation_scores_held_out_orchestrations(tmp_path) -> None:  # noqa: A
     same = made.gate(2, 0, lambda v: 2 - v)
     assert (same.n, same.estimate, same.passed) == (80, 0.0, True)
     mislogged = Evaluation(
-        section, exploration=0.5, load=nets.__getitem__, vocabulary_size=CONFIG.vocabulary_size, context=CONFIG.context
+        section,
+        exploration=0.5,
+        load=nets.__getitem__,
+        vocabulary_size=CONFIG.vocabulary_size,
+        context=CONFIG.context,
     )
     with_bias = nets[1]
     with_bias.head.bias.data[8] += 3.0

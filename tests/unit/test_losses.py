@@ -64,7 +64,9 @@ def test_menu_log_probs_are_the_served_mixture() -> None:
     assert torch.allclose(probs[0, :2], 0.9 * soft + 0.05)
     assert float(probs[0, 2]) == 0.0
     assert torch.allclose(probs[1], torch.full((3,), 1 / 3, dtype=torch.float64))
-    assert torch.allclose(menu_log_probs(logits, menu, opened).exp().sum(1), torch.ones(2, dtype=torch.float64))
+    assert torch.allclose(
+        menu_log_probs(logits, menu, opened).exp().sum(1), torch.ones(2, dtype=torch.float64)
+    )
     assert near(entropy(menu_log_probs(logits, menu, opened))[1], math.log(3))
 
 
@@ -121,7 +123,9 @@ def test_gradient_equals_finite_differences(forward: bool) -> None:
             up, down = problem["logits"].clone(), problem["logits"].clone()
             up[n, v] += step
             down[n, v] -= step
-            numeric = float(_loss(problem, up, forward=forward) - _loss(problem, down, forward=forward)) / (2 * step)
+            numeric = float(_loss(problem, up, forward=forward) - _loss(problem, down, forward=forward)) / (
+                2 * step
+            )
             assert float(logits.grad[n, v]) == pytest.approx(numeric, abs=2e-8, rel=1e-5)
 
 
@@ -143,7 +147,7 @@ def test_all_action_gradient_is_value_plus_entropy() -> None:
     problem = _problem()
     menu, opened, values = problem["menu"], problem["opened"], problem["values"]
 
-    def gradient(objective):  # noqa: ANN001, ANN202
+    def gradient(objective):
         logits = problem["logits"].clone().requires_grad_()
         objective(menu_log_probs(logits, menu, opened)).sum().backward()
         return logits.grad

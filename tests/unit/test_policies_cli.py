@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-
 from learner_world import CONFIG, WORDS, World, drive, learner
+
 from spanloop.learner.cli import policies, provenance
 from spanloop.learner.policy import PolicyNet, save_artifact
 from spanloop.learner.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Learner]:
     log.close()
 
 
-def ask(made: Learner, *arguments: str, verb=policies) -> Result:  # noqa: ANN001
+def ask(made: Learner, *arguments: str, verb=policies) -> Result:
     """Run a verb while the learner steps in another thread."""
     place = ["--workspace", str(made.settings.workspace)]
     words = [*place, *arguments] if verb is policies else [*arguments, *place]
@@ -79,8 +79,14 @@ def test_provenance_both_ways(made: Learner) -> None:
     ]
     lesson = history["batches"][1]["lessons"][0]
     assert made.training.state.ledger[lesson["orchestration_id"]] == 2
-    back = json.loads(ask(made, "--orchestration", lesson["orchestration_id"], "--json", verb=provenance).output)
-    assert back == {"orchestration_id": lesson["orchestration_id"], "batch": 2, "versions": list(range(2, version + 1))}
+    back = json.loads(
+        ask(made, "--orchestration", lesson["orchestration_id"], "--json", verb=provenance).output
+    )
+    assert back == {
+        "orchestration_id": lesson["orchestration_id"],
+        "batch": 2,
+        "versions": list(range(2, version + 1)),
+    }
     assert "no batch was trained on" in ask(made, "--orchestration", "nobody", verb=provenance).output
     shown = ask(made, "policy@v1", verb=provenance).output
     assert "1 batches" in shown
@@ -125,7 +131,9 @@ def test_refusals(made: Learner, tmp_path: Path) -> None:
     save_artifact(words, PolicyNet.initial(CONFIG, 1), Tokenizer([*WORDS[:-1], "other"]))
     assert "vocabulary" in str(ask(made, "inject", str(words)).exception)
     assert "not registered" in str(ask(made, "rollback", "--to", "99").exception)
-    assert "champion already" in str(ask(made, "rollback", "--to", str(made.promoter.state.champion)).exception)
+    assert "champion already" in str(
+        ask(made, "rollback", "--to", str(made.promoter.state.champion)).exception
+    )
 
 
 def test_without_a_learner_the_request_waits_on_the_log(tmp_path: Path) -> None:

@@ -8,11 +8,29 @@ import pytest
 
 from spanloop.learner.canary import Verdict
 from spanloop.learner.promotion import (
-    EvaluateGate, Facts, FinishCanary, Promote, PromotionState, StartCanary, Withdraw, decide, desired_routing, fold,
+    EvaluateGate,
+    Facts,
+    FinishCanary,
+    Promote,
+    PromotionState,
+    StartCanary,
+    Withdraw,
+    decide,
+    desired_routing,
+    fold,
 )  # fmt: skip
 from spanloop.schemas.events import (
-    BatchCommitted, CanaryFinished, CanaryStarted, CandidateRegistered, Event, GateEvaluated, PolicyCommand,
-    PolicyCommandFinished, PolicyPromoted, PolicyRolledBack, RoutingChanged,
+    BatchCommitted,
+    CanaryFinished,
+    CanaryStarted,
+    CandidateRegistered,
+    Event,
+    GateEvaluated,
+    PolicyCommand,
+    PolicyCommandFinished,
+    PolicyPromoted,
+    PolicyRolledBack,
+    RoutingChanged,
 )  # fmt: skip
 from spanloop.schemas.settings import Learner
 
@@ -20,16 +38,33 @@ SETTINGS = Learner(gate_every=2)  # type: ignore[call-arg]
 READY = Facts(heldout=100)
 
 
-def candidate(version: int, batch: int | None = None, injected: str = "", **changes: Any) -> CandidateRegistered:
+def candidate(
+    version: int, batch: int | None = None, injected: str = "", **changes: Any
+) -> CandidateRegistered:
     return CandidateRegistered(
         version=version, parent=version - 1, batch=version if batch is None else batch, mlflow_version=str(version + 1),
         path=f"policies/policy@v{version}", sha256="0" * 64, orchestrations=8, injected=injected, **changes,
     )  # fmt: skip
 
 
-def gate(version: int, *, passed: bool = True, against: int = 0, attempt: int = 0, estimate: int = 50, lower: int = 10) -> GateEvaluated:  # noqa: E501
+def gate(
+    version: int,
+    *,
+    passed: bool = True,
+    against: int = 0,
+    attempt: int = 0,
+    estimate: int = 50,
+    lower: int = 10,
+) -> GateEvaluated:
     return GateEvaluated(
-        version=version, against=against, attempt=attempt, estimate=estimate, lower=lower, ess=50.0, n=60, passed=passed
+        version=version,
+        against=against,
+        attempt=attempt,
+        estimate=estimate,
+        lower=lower,
+        ess=50.0,
+        n=60,
+        passed=passed,
     )
 
 
@@ -95,7 +130,13 @@ def test_a_losing_canary_is_withdrawn_and_never_comes_back() -> None:
 
 
 def test_injected_goes_first_and_is_tried_once() -> None:
-    events = [*BOOT, candidate(1), candidate(2), candidate(3, batch=2, injected="demo"), candidate(4, batch=3)]
+    events = [
+        *BOOT,
+        candidate(1),
+        candidate(2),
+        candidate(3, batch=2, injected="demo"),
+        candidate(4, batch=3),
+    ]
     assert decide(after(*events), READY, SETTINGS) == EvaluateGate(3, 0)
     refused = after(*events, gate(3, passed=False))
     assert 3 in refused.retired
@@ -174,7 +215,13 @@ def test_routing() -> None:
     state = after(*BOOT, first, candidate(1), candidate(2), gate(1), started(0, 1))
     both = route(state)
     assert both is not None
-    assert (both.sequence, both.learner, both.learning_share, both.canary, both.canary_share) == (1, 2, 0.5, 1, 0.25)
+    assert (both.sequence, both.learner, both.learning_share, both.canary, both.canary_share) == (
+        1,
+        2,
+        0.5,
+        1,
+        0.25,
+    )
     assert both.champion_share_min == 0.25
     crowded = route(state, learning_share=0.9)
     assert crowded is not None
@@ -183,7 +230,10 @@ def test_routing() -> None:
     assert refused is not None
     assert refused.learner == 1
     frozen = fold(
-        [(PolicyCommand(command_id="c", kind="freeze"), 0), (PolicyCommandFinished(command_id="c", status="done"), 0)],
+        [
+            (PolicyCommand(command_id="c", kind="freeze"), 0),
+            (PolicyCommandFinished(command_id="c", status="done"), 0),
+        ],
         fold([(both, 0)], state),
     )
     calm = route(frozen)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import resource
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from learner_world import CONFIG, WORDS
+
 from spanloop.learner.policy import PolicyNet, save_artifact
 from spanloop.learner.registry import MemoryRegistry, MlflowRegistry, Registry, tracking_uri
 from spanloop.learner.tokenizer import Tokenizer
@@ -19,11 +18,11 @@ TAGS = {"spanloop.parent": "0", "spanloop.sha256": "ab"}
 
 
 @pytest.fixture(scope="module")
-def mlflow_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def mlflow_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One MLflow database for the module: making its tables takes seconds."""
     home = tmp_path_factory.mktemp("mlflow-home")
     MlflowRegistry(tracking_uri("", home), "warm", home).champion()
-    yield home
+    return home
 
 
 @pytest.fixture(params=["memory", "mlflow"])
@@ -63,7 +62,9 @@ def test_mlflow_holds_what_we_said(mlflow_home: Path, tmp_path: Path) -> None:
     registry.set_champion(7, epoch=4)
     from mlflow import MlflowClient
 
-    client = MlflowClient(tracking_uri=tracking_uri("", mlflow_home), registry_uri=tracking_uri("", mlflow_home))
+    client = MlflowClient(
+        tracking_uri=tracking_uri("", mlflow_home), registry_uri=tracking_uri("", mlflow_home)
+    )
     found = client.get_model_version("told", number)
     assert found.tags == {**TAGS, "spanloop.version": "7", "spanloop.epoch": "4"}
     assert found.source == (tmp_path / "policy@v7").resolve().as_uri()
@@ -75,8 +76,13 @@ def test_mlflow_holds_what_we_said(mlflow_home: Path, tmp_path: Path) -> None:
 
 def test_another_session_knows_the_versions(mlflow_home: Path, tmp_path: Path) -> None:
     uri = tracking_uri("", mlflow_home)
-    first = MlflowRegistry(uri, "again", mlflow_home).register(0, artifact(tmp_path, 0), tags=TAGS, metrics={})
-    assert MlflowRegistry(uri, "again", mlflow_home).register(0, artifact(tmp_path, 0), tags=TAGS, metrics={}) == first
+    first = MlflowRegistry(uri, "again", mlflow_home).register(
+        0, artifact(tmp_path, 0), tags=TAGS, metrics={}
+    )
+    assert (
+        MlflowRegistry(uri, "again", mlflow_home).register(0, artifact(tmp_path, 0), tags=TAGS, metrics={})
+        == first
+    )
 
 
 def test_registering_is_cheap(mlflow_home: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from spanloop.learner.checkpoint import BatchReport, Checkpoint, LearnerState
 from spanloop.learner.history import read_policies, read_samples
 from spanloop.learner.policy import PolicyConfig, PolicyNet
 from spanloop.learner.promotion import PromotionState, fold
-from spanloop.learner.update import Hyper, Updater
+from spanloop.learner.update import Hyper, Updater, exact_numerics
 from spanloop.pipeline.ports import Log
 from spanloop.schemas.errors import SchemaError, TerminalError
 from spanloop.schemas.events import BatchCommitted, SamplesBuilt
@@ -238,5 +238,6 @@ def replay(
     events = read_policies(log, tenant, policy)
     batches = [e for e, _ in events if isinstance(e, BatchCommitted) and (until is None or e.batch <= until)]
     training = Training(config, initial, None)
-    training.resume(log, fold(events), batches, tenant)
+    with exact_numerics():
+        training.resume(log, fold(events), batches, tenant)
     return training.weights_hash()

@@ -10,7 +10,8 @@ Legend of suffixes: B rows, T positions, N decisions, K options, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ from spanloop.learner.losses import LossTerms, menu_log_probs, policy_loss
 from spanloop.learner.policy import PolicyConfig, PolicyNet
 from spanloop.schemas.settings import Settings
 
-__all__ = ["Hyper", "TensorBatch", "Updater", "hyper_of", "initialise_torch"]
+__all__ = ["Hyper", "TensorBatch", "Updater", "exact_numerics", "hyper_of", "initialise_torch"]
 
 
 class Hyper(msgspec.Struct, frozen=True):
@@ -80,6 +81,26 @@ def initialise_torch(threads: int, *, deterministic: bool = True) -> None:
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
     torch.set_flush_denormal(True)
+
+
+@contextmanager
+def exact_numerics() -> Iterator[None]:
+    """The learner's torch settings for a while, in this thread: one thread, deterministic kernels, no denormals. A replay
+    elsewhere gives the same bits only under them."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    flushing = _smallest() * 1.0 == 0.0
+    initialise_torch(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+        torch.set_flush_denormal(flushing)
+
+
+def _smallest() -> float:
+    """The smallest denormal; reads as zero where denormals are flushed."""
+    return math.ldexp(1.0, -1074)
 
 
 class TensorBatch(msgspec.Struct, frozen=True):
