@@ -330,7 +330,12 @@ def provenance(
     workspace: Path | None,
     as_json: bool,
 ) -> None:
-    """Show which orchestrations taught VERSION, or which versions an orchestration taught."""
+    """Show which orchestrations taught VERSION, or which versions an orchestration taught.
+
+    \b
+    spanloop provenance 12                  batches, offsets and the last orchestrations
+    spanloop provenance --orchestration ID  which versions learned from it
+    """
     if (version is None) == (not orchestration):
         raise click.UsageError("give either a VERSION or --orchestration ID")
     place = _place(config_file, workspace, as_json)
