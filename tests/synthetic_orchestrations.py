@@ -35,7 +35,13 @@ class _Builder:
         self.trace = digest("trace", seed)
         self.now = BASE_NS + seed * 100 * SECOND
         self.root = Agent(
-            digest("agent", seed, 0), "orchestrator", "orchestrator", "", self.span("root"), self.now, self.now
+            digest("agent", seed, 0),
+            "orchestrator",
+            "orchestrator",
+            "",
+            self.span("root"),
+            self.now,
+            self.now,
         )
         self.agents: list[Agent] = []
         self.calls: list[ModelCall] = []
@@ -146,7 +152,13 @@ class _Builder:
             if event.type == "tool_result" and self.rng.random() < 0.7:
                 self.edges.append(Edge(event.id, stop.id, "tool_dependency"))
         root = Agent(
-            self.root.id, "orchestrator", "orchestrator", "", self.root.span_id, self.root.started_ns, self.now
+            self.root.id,
+            "orchestrator",
+            "orchestrator",
+            "",
+            self.root.span_id,
+            self.root.started_ns,
+            self.now,
         )
         return OrchestrationContent(
             orchestration_id=orchestration_id(self.tenant, [self.trace]),
@@ -169,7 +181,9 @@ def make_content(
     return _Builder(seed, tokens, tenant, branching).build()
 
 
-def make_revision(content: OrchestrationContent, revision: int = 1, complete: bool = True) -> OrchestrationRevised:
+def make_revision(
+    content: OrchestrationContent, revision: int = 1, complete: bool = True
+) -> OrchestrationRevised:
     """The event that carries a content."""
     return OrchestrationRevised(
         tenant=content.tenant,
@@ -180,7 +194,9 @@ def make_revision(content: OrchestrationContent, revision: int = 1, complete: bo
     )
 
 
-def make_feedback(content: OrchestrationContent, n: int = 0, *, kind: str = "trace", **fields: object) -> FeedbackReceived:
+def make_feedback(
+    content: OrchestrationContent, n: int = 0, *, kind: str = "trace", **fields: object
+) -> FeedbackReceived:
     """Feedback on an orchestration under one of its names."""
     rng = random.Random(f"feedback-{content.orchestration_id}-{n}")
     target = {
@@ -203,13 +219,17 @@ def make_feedback(content: OrchestrationContent, n: int = 0, *, kind: str = "tra
 def make_model(version: int, *, tenant: str = "default", contents: int = 12) -> ValueModelPublished:
     """A value model trained a little on synthetic outcomes."""
     from spanloop.pipeline.credit.cast import cast_of
-    from spanloop.pipeline.credit.estimates import visited_states
-    from spanloop.pipeline.credit.value_training import ValueTrainer
+    from spanloop.pipeline.credit.estimates import lessons
+    from spanloop.pipeline.credit.value_training import Example, ValueTrainer
 
     trainer = ValueTrainer.fresh(256)
     rng = random.Random(version)
     examples = [
-        (tuple(visited_states(cast_of(make_content(seed, tokens=seed % 2 == 0)))), rng.randrange(-10**6, 10**6))
+        Example(
+            str(seed),
+            tuple(lessons(cast_of(make_content(seed, tokens=seed % 2 == 0)))),
+            rng.randrange(-(10**6), 10**6),
+        )
         for seed in range(contents)
     ]
     trainer.update(examples, steps=3)

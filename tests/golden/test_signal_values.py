@@ -89,7 +89,5 @@ def test_leave_one_out_of_two_games():
 def test_reconciled_leave_one_out_of_two_is_shapley(values: dict[str, float]):
     """Leave-one-out alone says (.1, .1) or (.8, .8); with its interaction as variance both come to (.4, .4)."""
     found = leave_one_out(["a", "b"], table(values))
-    shares = reconcile(
-        800_000, [found[u].raw for u in "ab"], [found[u].variance for u in "ab"], ["a", "b"]
-    )
+    shares = reconcile(800_000, [found[u].raw for u in "ab"], [found[u].variance for u in "ab"], ["a", "b"])
     assert shares == [400_000, 400_000]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from synthetic_orchestrations import make_content
 
 from spanloop.pipeline.credit.cast import cast_of
-from spanloop.pipeline.credit.estimates import Anchored, visited_states
+from spanloop.pipeline.credit.estimates import Anchored, lessons
 from spanloop.pipeline.credit.leave_one_out import leave_one_out
 from spanloop.pipeline.credit.ledger import Account, build_ledger, check_ledger, settle
 from spanloop.pipeline.credit.orders import average_differences, linear_extensions
@@ -41,9 +41,13 @@ def test_shares_sum_and_stay_within_one_of_their_quota(total: int, weights: list
 
 @given(MICROS, st.lists(CHILD, min_size=1, max_size=8), st.randoms(use_true_random=False))
 @QUICK
-def test_reconciled_children_sum_and_do_not_depend_on_order(total: int, children: list[tuple], rng: random.Random):
+def test_reconciled_children_sum_and_do_not_depend_on_order(
+    total: int, children: list[tuple], rng: random.Random
+):
     ids = [f"u{i}" for i in range(len(children))]
-    got = dict(zip(ids, reconcile(total, [c[0] for c in children], [c[1] for c in children], ids), strict=True))
+    got = dict(
+        zip(ids, reconcile(total, [c[0] for c in children], [c[1] for c in children], ids), strict=True)
+    )
     assert sum(got.values()) == total
     order = list(range(len(ids)))
     rng.shuffle(order)
@@ -119,7 +123,9 @@ def test_the_order_of_what_is_listed_does_not_matter(seed: int, tokens: bool, rn
 
 @given(SEEDS, st.booleans(), MICROS, MICROS)
 @QUICK
-def test_taking_a_reward_back_restores_the_ledger_bit_for_bit(seed: int, tokens: bool, first: int, second: int):
+def test_taking_a_reward_back_restores_the_ledger_bit_for_bit(
+    seed: int, tokens: bool, first: int, second: int
+):
     content = make_content(seed, tokens=tokens)
     value = value_of(seed)
     before = canonical_json(build_ledger(content, first, value).nodes)
@@ -132,9 +138,7 @@ def test_taking_a_reward_back_restores_the_ledger_bit_for_bit(seed: int, tokens:
 def test_a_corrected_reward_moves_only_what_came_after_the_last_decision(seed: int, first: int, second: int):
     content = make_content(seed)
     value = value_of(seed)
-    old, new = (
-        {n.id: n for n in build_ledger(content, reward, value).nodes} for reward in (first, second)
-    )
+    old, new = ({n.id: n for n in build_ledger(content, reward, value).nodes} for reward in (first, second))
     for unit in ("token", "message"):
         own = [key for key in new if new[key].unit == unit and new[key].subject.startswith("chatcmpl")]
         assert all(old[key] == new[key] for key in own)
@@ -154,7 +158,7 @@ def test_a_value_model_that_sees_no_difference_leaves_all_to_chance(seed: int):
 
 @given(SEEDS, st.booleans())
 @QUICK
-def test_visited_states_are_those_the_ledger_asks_for(seed: int, tokens: bool):
+def test_lessons_are_about_states_that_the_ledger_asks_for(seed: int, tokens: bool):
     content = make_content(seed, tokens=tokens)
     asked: set = set()
 
@@ -163,7 +167,9 @@ def test_visited_states_are_those_the_ledger_asks_for(seed: int, tokens: bool):
         return 0
 
     build_ledger(content, 0, record)
-    assert set(visited_states(cast_of(content))) <= asked
+    learned = lessons(cast_of(content))
+    assert {lesson.state for lesson in learned} <= asked
+    assert {option for lesson in learned for option in lesson.options} <= asked
 
 
 GAMES = st.dictionaries(
@@ -199,7 +205,11 @@ def test_leave_one_out_of_a_null_player_is_null_and_shares_nothing(terms: dict):
     found = leave_one_out(units, worth(terms))
     total = worth(terms)(frozenset(units))
     shares = dict(
-        zip(units, reconcile(total, [found[u].raw for u in units], [found[u].variance for u in units], units), strict=True)
+        zip(
+            units,
+            reconcile(total, [found[u].raw for u in units], [found[u].variance for u in units], units),
+            strict=True,
+        )
     )
     assert sum(shares.values()) == total
     alive = {u for u in units if any(u in term for term in terms)}

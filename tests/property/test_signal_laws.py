@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TypeVar
 
 import msgspec
@@ -46,7 +47,7 @@ FEEDBACK = st.builds(
 )
 REVISIONS = st.builds(
     lambda seed, revision, complete: make_revision(
-        make_content(seed if revision == 1 else seed, tokens=revision < 3), revision, complete or revision > 1
+        make_content(seed, tokens=revision < 3), revision, complete or revision > 1
     ),
     st.integers(0, 3),
     st.integers(1, 3),
@@ -62,7 +63,7 @@ def records(events: list[Event]) -> list[LogRecord]:
 
 def batches(items: list, cuts: set[int]) -> list[list]:
     edges = [0, *sorted(c for c in cuts if 0 < c < len(items)), len(items)]
-    return [items[a:b] for a, b in zip(edges, edges[1:], strict=False) if a < b]
+    return [items[a:b] for a, b in pairwise(edges) if a < b]
 
 
 def run(stage: Stage, parts: list[list[LogRecord]], fresh=None, crash: set[int] = frozenset()) -> list[Event]:
@@ -100,11 +101,13 @@ def content_of(event: Event | None) -> str:
 
 def finals(events: list[Event]) -> dict[str, tuple[str, ...]]:
     """Hashes of the last rewards, credit and, of what ended final, samples (those of a state in between may stay)."""
-    rewards, credits, samples = (last(events, kind) for kind in (RewardsComputed, CreditAssigned, SamplesBuilt))
+    rewards, ledgers, samples = (
+        last(events, kind) for kind in (RewardsComputed, CreditAssigned, SamplesBuilt)
+    )
     return {
         oid: (
             content_of(rewards[oid]),
-            content_of(credits.get(oid)),
+            content_of(ledgers.get(oid)),
             content_of(samples.get(oid)) if rewards[oid].status in {"final", "corrected"} else "",
         )
         for oid in rewards
@@ -126,7 +129,7 @@ def test_stream_equals_batch(events: list[Event], cuts: set[int]):
             old = newest.get(event.orchestration_id)
             if old is None or event.revision > old.revision:
                 newest[event.orchestration_id] = event
-    rewards, credits, samples = (last(out, kind) for kind in (RewardsComputed, CreditAssigned, SamplesBuilt))
+    rewards, ledgers, samples = (last(out, kind) for kind in (RewardsComputed, CreditAssigned, SamplesBuilt))
     models = {m.version: ValueModel.from_dict(m.parameters) for m in MODELS}
     assert set(rewards) == set(newest)
     for oid, revised in newest.items():
@@ -136,7 +139,7 @@ def test_stream_equals_batch(events: list[Event], cuts: set[int]):
         names |= {c.response_id for c in content.calls}
         names |= {s for e in content.events for s in e.evidence} | {a.span_id for a in content.agents}
         feedback = [e for e in events if getattr(e, "target_id", None) in names]
-        version = credits[oid].value_model if oid in credits else NO_MODEL
+        version = ledgers[oid].value_model if oid in ledgers else NO_MODEL
         batch = derive(
             content,
             feedback,
@@ -146,13 +149,13 @@ def test_stream_equals_batch(events: list[Event], cuts: set[int]):
             model=models.get(version),
         )
         assert content_of(rewards[oid]) == content_of(batch.rewards)
-        assert content_of(credits.get(oid)) == content_of(batch.credit)
+        assert content_of(ledgers.get(oid)) == content_of(batch.credit)
         if batch.samples is not None:
             assert content_of(samples[oid]) == content_of(batch.samples)
         assert rewards[oid].team is None or paid(rewards[oid].rewards) == rewards[oid].team
-        if oid in credits:
-            assert check_ledger(credits[oid].nodes, credits[oid].reward, credits[oid].baseline) == []
-            assert credits[oid].revision == rewards[oid].revision
+        if oid in ledgers:
+            assert check_ledger(ledgers[oid].nodes, ledgers[oid].reward, ledgers[oid].baseline) == []
+            assert ledgers[oid].revision == rewards[oid].revision
 
 
 @given(EVENTS, st.sets(st.integers(0, 24)), st.sets(st.integers(0, 24)))

@@ -82,8 +82,12 @@ def test_a_broken_ledger_is_said_and_fails(tmp_path: Path, events: list[Event]):
     log = SqliteLog(tmp_path / "spanloop.db")
     for event in events:
         if isinstance(event, CreditAssigned) and event.orchestration_id == oid:
-            nodes = (*event.nodes[:-1], msgspec.structs.replace(event.nodes[-1], credit=event.nodes[-1].credit + 1))
-            event = msgspec.structs.replace(event, nodes=nodes)
+            nodes = (
+                *event.nodes[:-1],
+                msgspec.structs.replace(event.nodes[-1], credit=event.nodes[-1].credit + 1),
+            )
+            log.append([new_record(msgspec.structs.replace(event, nodes=nodes))])
+            continue
         log.append([new_record(event)])
     log.close()
     result = run(tmp_path, oid)

@@ -101,7 +101,9 @@ def small(edges: tuple[Edge, ...], status: str = "ok") -> OrchestrationContent:
 class TestTool:
     def test_a_rejected_call_counts_as_invalid_without_being_an_event(self):
         asked = (ToolCall("t1", "look", "rejected"), ToolCall("t2", "look", "ok"))
-        content = msgspec.structs.replace(small(self.USED), calls=(ModelCall("m", "A", (), 0, 1, tool_calls=asked),))
+        content = msgspec.structs.replace(
+            small(self.USED), calls=(ModelCall("m", "A", (), 0, 1, tool_calls=asked),)
+        )
         rewards = tool_rewards(content, 1_000_000, 0.0)
         assert [(r.unit_id, r.value) for r in rewards] == [
             ("call1", 1_000_000), ("call2", 0), ("m/t1", 0), ("", 333_333),
@@ -130,7 +132,10 @@ class TestTool:
     def test_price_and_repetition_cost(self):
         terms = ToolTerms(price=0.125, duplicate_penalty=0.5)
         same = {"call1": "h", "call2": "h"}
-        assert self.values(small(self.USED), 1_000_000, 0.0, terms=terms, arguments=same) == [875_000, -625_000]
+        assert self.values(small(self.USED), 1_000_000, 0.0, terms=terms, arguments=same) == [
+            875_000,
+            -625_000,
+        ]
 
     def test_more_unused_calls_never_pay(self):
         """The hacking risk of R5: an unused call can only lower the mean."""
@@ -139,10 +144,12 @@ class TestTool:
         assert rewards[-1].value == 500_000
 
 
-def family(*agents: Agent, calls: tuple[ModelCall, ...], spawns: dict[str, str] = {}) -> OrchestrationContent:
+def family(
+    *agents: Agent, calls: tuple[ModelCall, ...], spawns: dict[str, str] | None = None
+) -> OrchestrationContent:
     events = tuple(
         OrchestrationEvent(f"s-{to}", "spawn", "main", 0, 1.0, "test", (), to_id=to, call_id=call)
-        for to, call in spawns.items()
+        for to, call in (spawns or {}).items()
     )
     return OrchestrationContent("o", "default", ("t",), events, (), agents, calls, TokenUsage(), 0, 100)
 
@@ -240,7 +247,9 @@ class TestComposite:
     def test_weight_on_the_event_is_what_was_paid(self):
         content = self.find(lambda c: any(a.parent_id for a in c.agents))
         for value in (0.2, 0.4):
-            composite = compose(content, [make_feedback(content, value=value)], complete=True, terms=self.TERMS)
+            composite = compose(
+                content, [make_feedback(content, value=value)], complete=True, terms=self.TERMS
+            )
             assert paid(composite.rewards) == composite.team
 
     def test_incomplete_stays_provisional(self):
@@ -255,5 +264,3 @@ class TestComposite:
         """Nothing in the content changes R1: only feedback does."""
         forged = msgspec.structs.replace(CONTENT, flags=("outcome:1.0", "reward:999"))
         assert compose(forged, [], complete=True, terms=RewardTerms()).team is None
-
-

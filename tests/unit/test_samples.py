@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 from synthetic_orchestrations import make_content
@@ -14,7 +16,9 @@ from spanloop.schemas.orchestration import OrchestrationContent
 CONTENT = make_content(4)
 
 
-def built(content: OrchestrationContent, *, value=lambda state: 100 * len(state), credit: str = "ledger") -> SamplesBuilt:
+def built(
+    content: OrchestrationContent, *, value=lambda state: 100 * len(state), credit: str = "ledger"
+) -> SamplesBuilt:
     ledger = build_ledger(content, 500_000, value)
     return build_samples(content, ledger, revision=1, value_model="value@v1", holdout=0.1, credit=credit)
 
@@ -35,25 +39,26 @@ def test_rows_are_the_policys_calls_with_everything_aligned():
 def test_a_tokens_advantage_is_its_own_account_and_no_account_trains_twice():
     content = CONTENT
     ledger = build_ledger(content, 500_000, lambda state: 100 * len(state))
-    credits = {n.id: n for n in ledger.nodes}
+    nodes = {n.id: n for n in ledger.nodes}
     samples = built(content)
     used = [a for row in samples.rows for a in row.accounts]
     assert len(used) == len(set(used))
     for row in samples.rows:
-        assert [credits[a].credit for a in row.accounts] == list(row.advantages)
-        assert {credits[a].unit for a in row.accounts} == {"token"}
+        assert [nodes[a].credit for a in row.accounts] == list(row.advantages)
+        assert {nodes[a].unit for a in row.accounts} == {"token"}
 
 
-def test_menu_value_of_the_sampled_option_minus_the_state_is_the_credit():
-    """The counterfactual values are on the same scale as the ledger's."""
+def test_menu_values_are_on_the_scale_of_the_credit():
+    """Value of the sampled option minus the behaviour's mean over the menu is the token's account."""
     content = make_content(7)
     ledger = build_ledger(content, 0, lambda state: 1000 * sum(state) % 77_777)
     samples = build_samples(content, ledger, revision=1, value_model="v", holdout=0, credit="ledger")
     for row in samples.rows:
-        prefix = ledger.estimates.calls[row.call_id].prefix
         for i, token in enumerate(row.response_token_ids):
+            weights = [math.exp(logprob) for logprob in row.menu_logprobs[i]]
+            mean = sum(w * v for w, v in zip(weights, row.menu_values[i], strict=True)) / sum(weights)
             chosen = row.menu_values[i][row.menu_ids[i].index(token)]
-            assert chosen - prefix[i] == row.advantages[i]
+            assert row.advantages[i] == pytest.approx(chosen - mean, abs=1)
 
 
 def test_weights_of_an_orchestration_sum_to_one():

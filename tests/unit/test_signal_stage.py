@@ -120,7 +120,11 @@ def test_feedback_for_a_target_that_never_comes_is_dead_lettered(driver: Driver)
 
 def test_feedback_on_an_unknown_span_falls_back_to_its_trace(driver: Driver):
     lost = FeedbackReceived(
-        feedback_id="f", target_kind="span", target_id="b0000000000003e7", trace_id=CONTENT.trace_ids[0], value=1.0
+        feedback_id="f",
+        target_kind="span",
+        target_id="b0000000000003e7",
+        trace_id=CONTENT.trace_ids[0],
+        value=1.0,
     )
     out = driver.feed(make_revision(CONTENT), lost)
     assert of(out, RewardsComputed)[0].team == 1_000_000
@@ -185,7 +189,9 @@ class TestVersions:
         assert of(out, CreditAssigned)[0].value_model == "none"
 
     def test_versions_that_nothing_uses_are_forgotten(self, driver: Driver):
-        driver.feed(make_model(1), make_revision(CONTENT), make_feedback(CONTENT), make_model(2), make_model(3))
+        driver.feed(
+            make_model(1), make_revision(CONTENT), make_feedback(CONTENT), make_model(2), make_model(3)
+        )
         assert {key for key in driver.entries if key.startswith("model/")} == {
             "model/default/value@v1",
             "model/default/value@v3",

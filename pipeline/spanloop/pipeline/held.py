@@ -145,7 +145,9 @@ class Store:
         for item in self.held.values():
             if item.merged_into and self._heir(item.key) not in self.held:
                 self._orphans.setdefault(self._heir(item.key), []).extend((item.orchestration_id, *item.lost))
-        waiting = [(f.touched_ns, target) for target, f in self._feedback.items() if target not in self._owner]
+        waiting = [
+            (f.touched_ns, target) for target, f in self._feedback.items() if target not in self._owner
+        ]
         self._unclaimed = {target: touched for touched, target in sorted(waiting)}
 
     def take_writes(self) -> dict[str, bytes | None]:

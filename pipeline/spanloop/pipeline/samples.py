@@ -60,7 +60,13 @@ def group_of(content: OrchestrationContent) -> tuple[str, str]:
 
 
 def build_samples(
-    content: OrchestrationContent, ledger: Ledger, *, revision: int, value_model: str, holdout: float, credit: str
+    content: OrchestrationContent,
+    ledger: Ledger,
+    *,
+    revision: int,
+    value_model: str,
+    holdout: float,
+    credit: str,
 ) -> SamplesBuilt:
     """Rows of one orchestration.
 
@@ -72,8 +78,8 @@ def build_samples(
         holdout: Share of orchestrations kept for the gate.
         credit: "ledger": each token's own account; "team": the team's account for all.
     """
-    level = "team" if credit == "team" else ledger.level
-    credits = {node.id: node.credit for node in ledger.nodes}
+    level = "team" if credit == "team" else ""
+    credit_of = {node.id: node.credit for node in ledger.nodes}
     excluded: dict[str, int] = {}
     rows: list[Sample] = []
     roles = {agent.id: agent.role or agent.name.lower() for agent in content.agents}
@@ -82,7 +88,7 @@ def build_samples(
         if reason:
             excluded[reason] = excluded.get(reason, 0) + 1
         else:
-            rows.append(_row(call, ledger, level, credits, roles.get(call.agent_id, "")))
+            rows.append(_row(call, ledger, level, credit_of, roles.get(call.agent_id, "")))
     group, harness = group_of(content)
     return SamplesBuilt(
         tenant=content.tenant,
@@ -99,8 +105,8 @@ def build_samples(
     )
 
 
-def _row(call: ModelCall, ledger: Ledger, level: str, credits: Mapping[str, int], role: str) -> Sample:
-    accounts = tuple(account_of(level, call.id, i) for i in range(len(call.response_token_ids)))
+def _row(call: ModelCall, ledger: Ledger, level: str, credit_of: Mapping[str, int], role: str) -> Sample:
+    accounts = tuple(account_of(ledger, call.id, i, level) for i in range(len(call.response_token_ids)))
     values = ledger.estimates.calls.get(call.id)
     has_menus = len(call.menus) == len(call.response_token_ids)
     return Sample(
@@ -111,7 +117,7 @@ def _row(call: ModelCall, ledger: Ledger, level: str, credits: Mapping[str, int]
         prompt_token_ids=call.prompt_token_ids,
         response_token_ids=call.response_token_ids,
         logprobs=call.logprobs,
-        advantages=tuple(credits[account] for account in accounts),
+        advantages=tuple(credit_of[account] for account in accounts),
         accounts=accounts,
         menu_ids=tuple(tuple(o.token_id for o in menu) for menu in call.menus) if has_menus else (),
         menu_logprobs=tuple(tuple(o.logprob for o in menu) for menu in call.menus) if has_menus else (),

@@ -22,6 +22,7 @@ from spanloop.pipeline.credit.asking import Asking
 from spanloop.pipeline.credit.cast import Cast, cast_of
 from spanloop.pipeline.credit.estimates import Estimates, estimate
 from spanloop.pipeline.credit.ledger import Ledger, ledger_of
+from spanloop.pipeline.credit.states import RAW
 from spanloop.pipeline.credit.value import dead_letter
 from spanloop.pipeline.credit.value_model import ValueModel
 from spanloop.pipeline.held import Held, Store
@@ -108,14 +109,16 @@ def _estimate(drafts: list[_Draft], models: Mapping[str, Asking]) -> None:
         draft.cast = cast_of(draft.content)
         asking = models.get(draft.version)
         before = asking.misses if asking else 0
-        draft.estimates = estimate(draft.cast, draft.composite.team or 0, asking)
+        encode = asking.encode if asking is not None else RAW
+        draft.estimates = estimate(draft.cast, draft.composite.team or 0, asking, encode)
         if asking is not None and asking.misses > before:
             incomplete.append(draft)
     for asking in models.values():
         asking.answer()
     for draft in incomplete:
         if draft.cast is not None:
-            draft.estimates = estimate(draft.cast, draft.composite.team or 0, models[draft.version])
+            asking = models[draft.version]
+            draft.estimates = estimate(draft.cast, draft.composite.team or 0, asking, asking.encode)
 
 
 def _finish(draft: _Draft, complete: bool, settings: Pipeline) -> Signal:
@@ -219,7 +222,9 @@ class SignalStage:
                 self._contents[touched[0]] = event.content
         elif isinstance(event, FeedbackReceived):
             if not is_usable(event.value):
-                raise SchemaError(f"feedback {event.feedback_id}: value {event.value!r} is not a finite number in range")
+                raise SchemaError(
+                    f"feedback {event.feedback_id}: value {event.value!r} is not a finite number in range"
+                )
             touched = self._store.put_feedback(event, now_ns)
         elif isinstance(event, ValueModelPublished):
             ValueModel.from_dict(event.parameters)

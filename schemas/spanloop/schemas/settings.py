@@ -16,7 +16,11 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from spanloop.schemas.errors import ConfigError
 
-__all__ = ["Settings", "load_settings", "origins"]
+__all__ = ["SPECIAL_WORDS", "Settings", "load_settings", "origins"]
+
+
+SPECIAL_WORDS = ("<pad>", "<bos>", "<eos>", "<act>", "<unk>")
+"""Words that precede the vocabulary in the embedded policy's tokenizer."""
 
 
 class _Section(BaseModel):
@@ -114,6 +118,12 @@ class Pipeline(_Section):
     value_every: int = Field(64, ge=1)
     """Publish a value model after so many new outcomes."""
     value_features: int = Field(2048, ge=16)
+    """Distinct features that the value model tells apart; further ones share."""
+    value_units: tuple[str, ...] = ()
+    """Words that name interchangeable things, such as skills: the value model then learns about all of them at once. In a
+    prompt, a word unit-fact is a fact about a unit, fact-unit makes the unit the subject of a fact."""
+    value_words: tuple[str, ...] = ()
+    """Word of each token id, needed with value_units; empty: the embedded policy's vocabulary."""
 
 
 class Learner(_Section):
@@ -185,6 +195,17 @@ class Settings(BaseSettings):
     pipeline: Pipeline = Pipeline()  # type: ignore[call-arg]
     learner: Learner = Learner()  # type: ignore[call-arg]
     credentials: tuple[Credential, ...] = ()
+
+    @model_validator(mode="after")
+    def _units_need_words(self) -> Settings:
+        if self.pipeline.value_units and not self.pipeline.value_words:
+            if not self.learner.vocabulary:
+                raise ValueError(
+                    "pipeline.value_units needs the words of the token ids: set pipeline.value_words or learner.vocabulary"
+                )
+            words = (*SPECIAL_WORDS, *self.learner.vocabulary)
+            object.__setattr__(self, "pipeline", self.pipeline.model_copy(update={"value_words": words}))
+        return self
 
     @model_validator(mode="after")
     def _public_needs_credentials(self) -> Settings:

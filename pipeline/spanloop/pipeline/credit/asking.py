@@ -19,6 +19,7 @@ class Asking:
 
     def __init__(self, model: ValueModel) -> None:
         self._model = model
+        self.encode = model.encoder
         self._known: dict[State, int] = {}
         self._asked: dict[State, None] = {}
         self.misses = 0

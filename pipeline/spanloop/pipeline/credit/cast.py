@@ -61,8 +61,11 @@ def cast_of(content: OrchestrationContent) -> Cast:
     others = tuple(agent for agent in everyone if agent.id not in leading)
     tools, loose, status = _tools(content, turns)
     line = tuple(
-        sorted((call for a in orchestrators for call in turns.get(a.id, ())), key=lambda c: (c.start_ns, c.id))
+        sorted(
+            (call for a in orchestrators for call in turns.get(a.id, ())), key=lambda c: (c.start_ns, c.id)
+        )
     )
+    own_loose = {agent.id: loose[agent.id] for agent in orchestrators if agent.id in loose}
     return Cast(
         orchestrators,
         others,
@@ -71,7 +74,7 @@ def cast_of(content: OrchestrationContent) -> Cast:
         loose,
         status,
         line,
-        _gaps(content, line, others, orchestrators, tools, loose),
+        _gaps(content, line, others=others, tools=tools, loose=own_loose),
     )
 
 
@@ -130,8 +133,8 @@ def _tools(
 def _gaps(
     content: OrchestrationContent,
     line: tuple[ModelCall, ...],
+    *,
     others: tuple[Agent, ...],
-    orchestrators: tuple[Agent, ...],
     tools: Mapping[str, tuple[OrchestrationEvent, ...]],
     loose: Mapping[str, tuple[OrchestrationEvent, ...]],
 ) -> dict[str, int]:
@@ -157,7 +160,7 @@ def _gaps(
     for i, call in enumerate(line):
         for event in tools.get(call.id, ()):
             gaps[event.id] = i
-    for agent in orchestrators:
-        for event in loose.get(agent.id, ()):
+    for events in loose.values():
+        for event in events:
             gaps[event.id] = max(0, bisect_right(starts, event.t_ns) - 1)
     return gaps

@@ -26,9 +26,13 @@ def explain() -> None:
 @explain.command()
 @click.argument("orchestration_id", metavar="ID")
 @click.option("--agent", default="", help="Only this agent (name, role or id) and what is below it.")
-@click.option("--token", is_flag=True, help="Down to the tokens; without it the tree ends at messages and tool calls.")
 @click.option(
-    "--workspace", type=click.Path(path_type=Path), help="Folder of the workspace. Default: the settings' one."
+    "--token", is_flag=True, help="Down to the tokens; without it the tree ends at messages and tool calls."
+)
+@click.option(
+    "--workspace",
+    type=click.Path(path_type=Path),
+    help="Folder of the workspace. Default: the settings' one.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object with every account.")
 def credit(orchestration_id: str, agent: str, token: bool, workspace: Path | None, as_json: bool) -> None:
@@ -81,17 +85,23 @@ def _chosen(lines: Sequence[Line], agent: str) -> list[Line]:
 
 def _print(found: Explanation, lines: Sequence[Line]) -> None:
     click.echo(f"orchestration {found.orchestration_id}  revision {found.revision}  ({found.status})")
-    click.echo(f"reward {found.reward:+.6f} = baseline {found.baseline:+.6f} + team {found.reward - found.baseline:+.6f}")
+    click.echo(
+        f"reward {found.reward:+.6f} = baseline {found.baseline:+.6f} + team {found.reward - found.baseline:+.6f}"
+    )
     click.echo(f"value model {found.value_model}")
     for name, value, weight, status in found.channels:
         if weight or name == "outcome":
             shown = "missing" if value is None else f"{value:+.6f}"
             click.echo(f"  {name}: {shown} x {weight:g}  ({status})")
     click.echo()
-    click.echo(f"{'account':<{_LABEL_WIDTH}} {'credit':>10} {'raw':>10} {'residual':>10}  estimator (variance)")
+    click.echo(
+        f"{'account':<{_LABEL_WIDTH}} {'credit':>10} {'raw':>10} {'residual':>10}  estimator (variance)"
+    )
     first = min((line.depth for line in lines), default=0)
     for line in lines:
-        label = "  " * (line.depth - first) + (line.label if line.label.startswith(line.unit) else f"{line.unit} {line.label}")
+        label = "  " * (line.depth - first) + (
+            line.label if line.label.startswith(line.unit) else f"{line.unit} {line.label}"
+        )
         raw, residual = (_number(value) for value in (line.raw, line.residual))
         variance = f" ({line.variance:.3g})" if line.variance else ""
         click.echo(

@@ -2,21 +2,26 @@
 
 Three levels of knowledge, and the account that trains a token at each (METHODS 3.4, one account a token):
 
-- ``token``: every turn of the orchestrator has token ids. A token's estimate is V(prompt + response up to it) - V(up to the one
-  before); a token that was the only option is exactly 0. Trained from the token's account.
+- ``token``: every turn of the orchestrator has token ids. A token's estimate is V(prompt + response up to it) less the value
+  before it: with a menu the mean of V over its options as the behaviour weighted them (COMA: the estimate is 0 on average),
+  without one V(up to the token before). A token that was the only option is exactly 0. Trained from the token's account; in
+  a long response from the message's.
 - ``message``: no token ids. V is of the set of finished steps; a turn's estimate is what it added. Trained from the message's account.
 - ``team``: no value model yet. Trained from the team's account.
 
 From the end of turn k to the start of turn k + 1 (after the last turn: to the reward) nothing is the orchestrator's: the step
 goes to the agents and tools that worked in between, by leave-one-out where the value without one of them is known, else by
-variance; where nobody worked, and for what the reward adds at the very end, to ``environment``, the account of chance.
+variance; where nobody worked, and for what the reward adds at the very end, to ``environment``, the account of chance. So
+does what the model's own values of two neighbouring states do not agree on.
 Invariants: baseline + all estimates = reward exactly, as every sum telescopes; pure; control flow does not depend on values,
 so that one pass with a recording ``Value`` finds all the states to ask for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import msgspec
@@ -25,12 +30,21 @@ from spanloop.pipeline.credit.cast import Cast, role_of
 from spanloop.pipeline.credit.leave_one_out import UNKNOWN_VARIANCE, leave_one_out
 from spanloop.pipeline.credit.orders import average_differences
 from spanloop.pipeline.credit.reconcile import reconcile
-from spanloop.pipeline.credit.states import State, extended, has_tokens, is_forced, prompt_state, step_state
+from spanloop.pipeline.credit.states import (
+    RAW,
+    Encoder,
+    State,
+    by_token,
+    has_menus,
+    has_tokens,
+    is_forced,
+    step_state,
+)
 from spanloop.schemas.canonical import MICRO
 from spanloop.schemas.ids import policy_number
-from spanloop.schemas.orchestration import Agent, ModelCall
+from spanloop.schemas.orchestration import Agent, MenuOption, ModelCall
 
-__all__ = ["ENVIRONMENT", "Anchored", "CallValues", "Estimates", "Value", "estimate", "visited_states"]
+__all__ = ["ENVIRONMENT", "Anchored", "CallValues", "Estimates", "Lesson", "Value", "estimate", "lessons"]
 
 ENVIRONMENT = "environment"
 VALUE_DIFFERENCE = "value_difference/1"
@@ -42,6 +56,14 @@ class Value(Protocol):
     def __call__(self, state: State, /) -> int:
         """The value."""
         ...
+
+
+class Lesson(msgspec.Struct, frozen=True, array_like=True):
+    """A state that an orchestration was in."""
+
+    state: State
+    options: tuple[State, ...]
+    """States that the next decision could have led to; empty: only the outcome says what it was worth."""
 
 
 class Anchored(msgspec.Struct, frozen=True):
@@ -60,12 +82,23 @@ UNKNOWN = Anchored(None, UNKNOWN_VARIANCE, None, UNKNOWN_VARIANCE, "uniform/1")
 
 
 class CallValues(msgspec.Struct, frozen=True):
-    """Values of a turn's token states, micro-units."""
+    """Values of a turn, micro-units."""
 
-    prefix: tuple[int, ...]
-    """V after 0, 1, ..., m response tokens."""
+    start: int
+    """Before its first decision."""
+    end: int
+    """After its last one."""
+    drift: int
+    """What lies between its decisions: end - start = sum of the tokens' estimates + drift."""
+    tokens: tuple[int, ...]
+    """Estimate of each response token; empty for a response that is valued as a whole."""
     menus: tuple[tuple[int, ...], ...]
-    """For each response token V after each open option instead of it, in the menu's order; empty without menus."""
+    """For each response token V after each open option, in the menu's order; empty without menus."""
+
+    @property
+    def decided(self) -> int:
+        """What the turn's own decisions were worth."""
+        return self.end - self.start - self.drift
 
 
 class Estimates(msgspec.Struct):
@@ -83,33 +116,50 @@ class Estimates(msgspec.Struct):
     environment: Anchored | None = None
 
 
-def estimate(cast: Cast, reward: int, value: Value | None) -> Estimates:
+def estimate(cast: Cast, reward: int, value: Value | None, encode: Encoder = RAW) -> Estimates:
     """Estimates for one orchestration.
 
     Args:
         cast: Who took part.
         reward: The team's reward, micro-units.
         value: The value model; None before the first version.
+        encode: How it reads token states.
     """
     if value is None:
         return Estimates(level="team")
     valued = _valued(cast)
     if valued:
-        return _from_tokens(cast, valued, reward, value)
+        return _from_tokens(cast, valued, reward, _Reader(value, encode))
     return _from_steps(cast, reward, value)
 
 
-def visited_states(cast: Cast) -> list[State]:
-    """The states that an orchestration went through, in order: what a value model learns from its outcome. A state from
-    which only one token could be said is left out, as it is worth what comes after it."""
+def lessons(cast: Cast, encode: Encoder = RAW) -> list[Lesson]:
+    """What a value model learns from an orchestration and its outcome: its states in order, and for each the states
+    that the next decision could have led to. A token that was the only option is no decision."""
     valued = _valued(cast)
-    if valued:
-        return [
-            extended(prompt_state(call.prompt_token_ids), call.response_token_ids[:i])
-            for call in valued
-            for i in range(len(call.response_token_ids) + 1)
-            if i == len(call.response_token_ids) or not is_forced(call, i)
-        ]
+    if not valued:
+        return [Lesson(state, ()) for state in _step_states(cast)]
+    found: list[Lesson] = []
+    for chain in (valued, *([call] for agent in cast.others for call in _trained(cast, agent))):
+        decisions = [(call, i) for call in chain for i in _decisions(call)]
+        for at, (call, i) in enumerate(decisions):
+            prompt, response = call.prompt_token_ids, call.response_token_ids
+            if not has_menus(call) and i == 0:
+                found.append(Lesson(encode(prompt, ()), ()))
+            said = response[: i + 1] if by_token(call) else response
+            options: tuple[State, ...] = ()
+            if at + 1 < len(decisions) and has_menus(decisions[at + 1][0]):
+                following, j = decisions[at + 1]
+                before = following.response_token_ids[:j]
+                options = tuple(
+                    encode(following.prompt_token_ids, (*before, option.token_id))
+                    for option in following.menus[j]
+                )
+            found.append(Lesson(encode(prompt, said), options))
+    return found
+
+
+def _step_states(cast: Cast) -> list[State]:
     seen: list[State] = []
 
     def record(state: State) -> int:
@@ -130,49 +180,90 @@ def visited_states(cast: Cast) -> list[State]:
 
 
 def _valued(cast: Cast) -> list[ModelCall]:
-    """The orchestrator's turns with token states; empty unless all that did not fail have them."""
+    """The orchestrator's turns that decided something; empty unless all that did not fail have tokens."""
     if all(has_tokens(call) or call.status == "error" for call in cast.line):
-        return [call for call in cast.line if has_tokens(call)]
+        return [call for call in cast.line if has_tokens(call) and _decisions(call)]
     return []
+
+
+def _trained(cast: Cast, agent: Agent) -> list[ModelCall]:
+    """A sub-agent's turns that a policy of ours decided."""
+    return [
+        call
+        for call in cast.turns.get(agent.id, ())
+        if has_tokens(call) and policy_number(call.policy_version) >= 0 and _decisions(call)
+    ]
+
+
+def _decisions(call: ModelCall) -> list[int]:
+    """Positions of a response at which there was something to decide; the first only, where it is valued as a whole."""
+    if not by_token(call):
+        return [0]
+    return [i for i in range(len(call.response_token_ids)) if not is_forced(call, i)]
 
 
 # ---------------------------------------------------------------- token states
 
 
-def _call_values(call: ModelCall, value: Value) -> CallValues:
-    prompt, response = prompt_state(call.prompt_token_ids), call.response_token_ids
-    count = len(response)
-    prefix = [0] * (count + 1)
-    prefix[count] = value(extended(prompt, response))
-    for i in range(count - 1, -1, -1):
-        forced = is_forced(call, i)
-        prefix[i] = prefix[i + 1] if forced else value(extended(prompt, response[:i]))
-    menus: tuple[tuple[int, ...], ...] = ()
-    if len(call.menus) == count:
-        menus = tuple(
-            tuple(
-                prefix[i + 1]
-                if option.token_id == response[i]
-                else value(extended(prompt, (*response[:i], option.token_id)))
-                for option in call.menus[i]
+class _Reader:
+    """V of the turns of a policy."""
+
+    def __init__(self, value: Value, encode: Encoder) -> None:
+        self._value = value
+        self._encode = encode
+
+    def call(self, call: ModelCall) -> CallValues:
+        """Values of a turn that decided something."""
+        prompt, response = call.prompt_token_ids, call.response_token_ids
+        if not by_token(call):
+            start = self._value(self._encode(prompt, ()))
+            return CallValues(start, self._value(self._encode(prompt, response)), 0, (), ())
+        known = has_menus(call)
+        tokens = [0] * len(response)
+        menus: list[tuple[int, ...]] = []
+        ends: list[tuple[int, int]] = []
+        for i in range(len(response)):
+            before = response[:i]
+            menu = call.menus[i] if known else ()
+            options = [self._value(self._encode(prompt, (*before, o.token_id))) for o in menu]
+            menus.append(tuple(options))
+            if len(menu) == 1:
+                continue
+            chosen = next((k for k, o in enumerate(menu) if o.token_id == response[i]), None)
+            after = (
+                options[chosen]
+                if chosen is not None
+                else self._value(self._encode(prompt, response[: i + 1]))
             )
-            for i in range(count)
-        )
-    return CallValues(tuple(prefix), menus)
+            start = _mean(menu, options) if menu else self._value(self._encode(prompt, before))
+            tokens[i] = after - start
+            ends.append((start, after))
+        drift = sum(later[0] - earlier[1] for earlier, later in pairwise(ends))
+        return CallValues(ends[0][0], ends[-1][1], drift, tuple(tokens), tuple(menus) if known else ())
 
 
-def _from_tokens(cast: Cast, valued: list[ModelCall], reward: int, value: Value) -> Estimates:
+def _mean(menu: Sequence[MenuOption], values: Sequence[int]) -> int:
+    """Mean value of the options as the behaviour weighted them."""
+    weights = [math.exp(min(0.0, option.logprob)) for option in menu]
+    total = math.fsum(weights)
+    if not math.isfinite(total) or total <= 0.0:
+        return round(sum(values) / len(values))
+    return round(math.fsum(w * v for w, v in zip(weights, values, strict=True)) / total)
+
+
+def _from_tokens(cast: Cast, valued: list[ModelCall], reward: int, read: _Reader) -> Estimates:
     found = Estimates(level="token")
-    for call in valued:
-        found.calls[call.id] = values = _call_values(call, value)
-        found.messages[call.id] = _exact(values.prefix[-1] - values.prefix[0])
-    found.baseline = found.calls[valued[0].id].prefix[0]
-    workers = _workers(cast, valued)
     leftover = 0
+    for call in valued:
+        found.calls[call.id] = values = read.call(call)
+        found.messages[call.id] = _exact(values.decided)
+        leftover += values.drift
+    found.baseline = found.calls[valued[0].id].start
+    workers = _workers(cast, valued)
     for k, call in enumerate(valued):
-        before = found.calls[call.id].prefix[-1]
+        before = found.calls[call.id].end
         last = k + 1 == len(valued)
-        after = reward if last else found.calls[valued[k + 1].id].prefix[0]
+        after = reward if last else found.calls[valued[k + 1].id].start
         units = [*workers[k], ENVIRONMENT] if last else workers[k]
         everyone = frozenset(units)
 
@@ -184,12 +275,10 @@ def _from_tokens(cast: Cast, valued: list[ModelCall], reward: int, value: Value)
         leftover += _split_gap(found, units, after - before, partial)
     _settle_environment(found, leftover)
     for agent in cast.others:
-        trained = [
-            call for call in cast.turns.get(agent.id, ()) if has_tokens(call) and policy_number(call.policy_version) >= 0
-        ]
+        trained = _trained(cast, agent)
         for call in trained:
-            found.calls[call.id] = values = _call_values(call, value)
-            found.messages[call.id] = _exact(values.prefix[-1] - values.prefix[0])
+            found.calls[call.id] = values = read.call(call)
+            found.messages[call.id] = _exact(values.decided)
         if trained:
             found.reports[agent.id] = UNKNOWN
     return found
@@ -256,7 +345,9 @@ class _Steps:
         for agent in cast.orchestrators:
             role = role_of(agent)
             for call in cast.turns.get(agent.id, ()):
-                self.kinds[call.id] = f"turn/{role}/{call.status}/" + "+".join(t.name for t in call.tool_calls)
+                self.kinds[call.id] = f"turn/{role}/{call.status}/" + "+".join(
+                    t.name for t in call.tool_calls
+                )
             for event in (
                 *(e for call in cast.turns.get(agent.id, ()) for e in cast.tools.get(call.id, ())),
                 *cast.loose_tools.get(agent.id, ()),
@@ -336,4 +427,3 @@ def _inside_agent(found: Estimates, steps: _Steps, agent: str, base: frozenset[s
             found.reports[agent] = item
         else:
             found.tools[step] = item
-

@@ -75,13 +75,17 @@ def find_orchestration(log: Log, prefix: str) -> tuple[str, str]:
     exact = {key for key in found if key.endswith(f"/{prefix}")}
     if len(exact or found) > 1:
         some = ", ".join(sorted(found)[:5])
-        raise SchemaError(f"{prefix!r} is ambiguous: {len(found)} orchestrations begin with it ({some}); give more digits")
+        raise SchemaError(
+            f"{prefix!r} is ambiguous: {len(found)} orchestrations begin with it ({some}); give more digits"
+        )
     tenant, _, name = next(iter(exact or found)).partition("/")
     return tenant, name
 
 
 def _matches(key: str, prefix: str) -> bool:
-    return bool(prefix) and (key.startswith(prefix) if "/" in prefix else key.partition("/")[2].startswith(prefix))
+    return bool(prefix) and (
+        key.startswith(prefix) if "/" in prefix else key.partition("/")[2].startswith(prefix)
+    )
 
 
 def _records(log: Log, topic: str) -> Iterator[Any]:

@@ -30,9 +30,7 @@ class Estimate(msgspec.Struct, frozen=True):
     estimator: str
 
 
-def leave_one_out(
-    units: Sequence[str], value: Callable[[frozenset[str]], int | None]
-) -> dict[str, Estimate]:
+def leave_one_out(units: Sequence[str], value: Callable[[frozenset[str]], int | None]) -> dict[str, Estimate]:
     """Leave-one-out of each unit with its interaction as variance.
 
     Args:

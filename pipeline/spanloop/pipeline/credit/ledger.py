@@ -29,6 +29,7 @@ from spanloop.pipeline.credit.estimates import (
     estimate,
 )
 from spanloop.pipeline.credit.reconcile import reconcile
+from spanloop.pipeline.credit.states import RAW, Encoder
 from spanloop.schemas.canonical import digest
 from spanloop.schemas.events import CreditNode
 from spanloop.schemas.orchestration import Agent, ModelCall, OrchestrationContent, OrchestrationEvent
@@ -100,16 +101,19 @@ def settle(accounts: Sequence[Account], total: int) -> tuple[CreditNode, ...]:
     return tuple(nodes)
 
 
-def build_ledger(content: OrchestrationContent, reward: int, value: Value | None) -> Ledger:
+def build_ledger(
+    content: OrchestrationContent, reward: int, value: Value | None, encode: Encoder = RAW
+) -> Ledger:
     """The ledger of one orchestration.
 
     Args:
         content: What happened.
         reward: The team's reward, micro-units.
         value: The value model; None before the first version (then baseline 0 and even splits).
+        encode: How it reads token states.
     """
     cast = cast_of(content)
-    return ledger_of(cast, estimate(cast, reward, value), reward)
+    return ledger_of(cast, estimate(cast, reward, value, encode), reward)
 
 
 def ledger_of(cast: Cast, found: Estimates, reward: int) -> Ledger:
@@ -144,9 +148,13 @@ def check_ledger(nodes: Sequence[CreditNode], reward: int, baseline: int) -> lis
     return problems
 
 
-def account_of(level: str, call_id: str, index: int) -> str:
-    """Id of the one account that trains the response token ``index`` of a call."""
+def account_of(ledger: Ledger, call_id: str, index: int, level: str = "") -> str:
+    """Id of the one account that trains the response token ``index`` of a call; ``level`` "team" overrules the ledger's."""
     key = call_key(call_id)
+    level = level or ledger.level
+    if level == "token":
+        values = ledger.estimates.calls.get(call_id)
+        level = "token" if values is None or values.tokens else "message"
     return f"token:{key}/{index}" if level == "token" else f"message:{key}" if level == "message" else TEAM
 
 
@@ -214,7 +222,9 @@ def _agent_tree(
     report = found.reports.get(agent.id)
     inner = unknown if parent == "orchestrator" or report is not None else UNKNOWN
     for number, call in enumerate(cast.turns.get(agent.id, ()), start=1):
-        tree, whole = _turn_tree(found, call, number, name, cast.tools.get(call.id, ()), inner)
+        tree, whole = _turn_tree(
+            found, call, number, parent=name, tools=cast.tools.get(call.id, ()), unknown=inner
+        )
         below += tree
         parts.append(whole)
     for event in cast.loose_tools.get(agent.id, ()):
@@ -234,6 +244,7 @@ def _turn_tree(
     found: Estimates,
     call: ModelCall,
     number: int,
+    *,
     parent: str,
     tools: Sequence[OrchestrationEvent],
     unknown: Anchored,
@@ -246,11 +257,13 @@ def _turn_tree(
     values = found.calls.get(call.id)
     for i in range(len(call.response_token_ids)):
         item = UNKNOWN
-        if values is not None:
-            step = values.prefix[i + 1] - values.prefix[i]
+        if values is not None and values.tokens:
+            step = values.tokens[i]
             item = Anchored(step, 0.0, step, 0.0, message.estimator) if step else NULL
         below.append(
-            Account(f"token:{key}/{i}", "token", text, str(call.response_token_ids[i]), item, f"{call.id}/{i}")
+            Account(
+                f"token:{key}/{i}", "token", text, str(call.response_token_ids[i]), item, f"{call.id}/{i}"
+            )
         )
     for event in tools:
         item = found.tools.get(event.id, unknown)

@@ -1,6 +1,6 @@
 """The value stage: learns V from outcomes online and publishes versions on ``models``.
 
-Inputs: orchestrations (for the states they went through) and rewards (for what came of them). After every
+Inputs: orchestrations (for the decisions they went through) and rewards (for what came of them). After every
 ``settings.value_every`` new final outcomes it trains on a bounded memory of past orchestrations and publishes a version;
 that happens at the record that completes the count, so it does not depend on batching. Held-out orchestrations are never
 learned from: the gate stays honest. A corrected reward corrects the memory; a void one leaves it.
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from spanloop.pipeline.credit.cast import cast_of
-from spanloop.pipeline.credit.estimates import visited_states
+from spanloop.pipeline.credit.estimates import Lesson, lessons
+from spanloop.pipeline.credit.states import Encoder
 from spanloop.pipeline.credit.value_model import ValueModel
 from spanloop.pipeline.credit.value_training import Example, ValueTrainer
 from spanloop.pipeline.ports import LogRecord, StageOutput
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MEMORY", "PENDING_MAX", "ValueModel", "ValueStage", "dead_letter"]
 
-MEMORY = 2048
+MEMORY = 6144
 """Orchestrations remembered for training, a tenant."""
 PENDING_MAX = 20_000
 """Orchestrations that wait for their reward, a tenant; the oldest is forgotten first."""
@@ -65,13 +66,7 @@ class _Counters(msgspec.Struct):
 
 class _Waiting(msgspec.Struct, frozen=True, array_like=True):
     sequence: int
-    states: tuple[tuple[int, ...], ...]
-
-
-class _Remembered(msgspec.Struct, frozen=True, array_like=True):
-    orchestration_id: str
-    states: tuple[tuple[int, ...], ...]
-    reward: int
+    lessons: tuple[Lesson, ...]
 
 
 _pack = msgspec.msgpack.encode
@@ -80,11 +75,11 @@ _pack = msgspec.msgpack.encode
 class _Tenant:
     """What one tenant's value model has seen."""
 
-    def __init__(self, rows_max: int) -> None:
-        self.trainer = ValueTrainer.fresh(rows_max)
+    def __init__(self, rows_max: int, encoder: Encoder) -> None:
+        self.trainer = ValueTrainer.fresh(rows_max, encoder)
         self.counters = _Counters()
         self.waiting: dict[str, _Waiting] = {}
-        self.memory: dict[int, _Remembered] = {}
+        self.memory: dict[int, Example] = {}
         self.slots: dict[str, int] = {}
 
 
@@ -96,6 +91,7 @@ class ValueStage:
 
     def __init__(self, settings: Pipeline) -> None:
         self._settings = settings
+        self._encoder = Encoder(settings.value_units, settings.value_words)
         self._tenants: dict[str, _Tenant] = {}
         self._writes: dict[str, bytes | None] = {}
 
@@ -109,12 +105,13 @@ class ValueStage:
             tenant = self._tenant(name)
             if kind == "trainer":
                 tenant.trainer = ValueTrainer.from_dict(msgspec.msgpack.decode(entries[key]))
+                tenant.trainer.model.encoder = self._encoder
             elif kind == "counters":
                 tenant.counters = msgspec.msgpack.decode(entries[key], type=_Counters)
             elif kind == "waiting":
                 tenant.waiting[tail] = msgspec.msgpack.decode(entries[key], type=_Waiting)
             elif kind == "memory":
-                item = msgspec.msgpack.decode(entries[key], type=_Remembered)
+                item = msgspec.msgpack.decode(entries[key], type=Example)
                 tenant.memory[int(tail)] = item
                 tenant.slots[item.orchestration_id] = int(tail)
         for tenant in self._tenants.values():
@@ -146,7 +143,7 @@ class ValueStage:
 
     def _tenant(self, name: str) -> _Tenant:
         if name not in self._tenants:
-            self._tenants[name] = _Tenant(self._settings.value_features)
+            self._tenants[name] = _Tenant(self._settings.value_features, self._encoder)
         return self._tenants[name]
 
     def _on_orchestration(self, event: OrchestrationRevised) -> None:
@@ -158,14 +155,14 @@ class ValueStage:
             if tenant.waiting.pop(oid, None) is not None:
                 self._writes[f"waiting/{name}/{oid}"] = None
             return
-        states = tuple(visited_states(cast_of(event.content)))
+        learned = tuple(lessons(cast_of(event.content), self._encoder))
         slot = tenant.slots.get(oid)
         if slot is not None:
-            self._remember(name, tenant, slot, _Remembered(oid, states, tenant.memory[slot].reward))
+            self._remember(name, tenant, slot, Example(oid, learned, tenant.memory[slot].reward))
             return
         tenant.waiting.pop(oid, None)
         tenant.counters.sequence += 1
-        tenant.waiting[oid] = _Waiting(tenant.counters.sequence, states)
+        tenant.waiting[oid] = _Waiting(tenant.counters.sequence, learned)
         self._writes[f"waiting/{name}/{oid}"] = _pack(tenant.waiting[oid])
         self._writes[f"counters/{name}"] = _pack(tenant.counters)
         if len(tenant.waiting) > PENDING_MAX:
@@ -173,7 +170,7 @@ class ValueStage:
             del tenant.waiting[oldest]
             self._writes[f"waiting/{name}/{oldest}"] = None
 
-    def _remember(self, name: str, tenant: _Tenant, slot: int, item: _Remembered) -> None:
+    def _remember(self, name: str, tenant: _Tenant, slot: int, item: Example) -> None:
         tenant.memory[slot] = item
         tenant.slots[item.orchestration_id] = slot
         self._writes[f"memory/{name}/{slot}"] = _pack(item)
@@ -191,7 +188,7 @@ class ValueStage:
             return []
         if slot is not None:
             old = tenant.memory[slot]
-            self._remember(name, tenant, slot, _Remembered(oid, old.states, event.team))
+            self._remember(name, tenant, slot, Example(oid, old.lessons, event.team))
             return []
         if event.status not in {"final", "corrected"}:
             return []
@@ -205,7 +202,7 @@ class ValueStage:
         evicted = tenant.memory.get(slot)
         if evicted is not None:
             del tenant.slots[evicted.orchestration_id]
-        self._remember(name, tenant, slot, _Remembered(oid, waiting.states, event.team))
+        self._remember(name, tenant, slot, Example(oid, waiting.lessons, event.team))
         counters.new += 1
         counters.total += 1
         published = self._publish(name, tenant) if counters.new >= self._settings.value_every else []
@@ -214,10 +211,7 @@ class ValueStage:
 
     def _publish(self, name: str, tenant: _Tenant) -> list[ValueModelPublished]:
         tenant.counters.new = 0
-        examples: list[Example] = [
-            (item.states, item.reward) for _, item in sorted(tenant.memory.items()) if item.states
-        ]
-        tenant.trainer.update(examples)
+        tenant.trainer.update([item for _, item in sorted(tenant.memory.items())])
         self._writes[f"trainer/{name}"] = _pack(tenant.trainer.to_dict())
         version = f"value@v{tenant.trainer.updates}"
         model = tenant.trainer.model

@@ -16,18 +16,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from spanloop.pipeline.credit.states import Encoder
 from spanloop.schemas.canonical import MICRO
 from spanloop.schemas.errors import SchemaError
 
 __all__ = ["ValueModel", "pack_array", "unpack_array"]
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+Singles = NDArray[np.float32]
 
 BLOCK = 256
 """Rows of one matrix product in ``predict``; a constant, because BLAS may sum differently for other shapes."""
 VALUE_LIMIT = 1e6
 KIND = "bag_mlp/1"
+INPUT_SCALE = 14.0
+"""Features of a typical state; sets the scale of new rows."""
 
 
 def pack_array(array: NDArray[Any]) -> dict[str, Any]:
@@ -36,11 +39,11 @@ def pack_array(array: NDArray[Any]) -> dict[str, Any]:
     return {"shape": list(data.shape), "data": base64.b64encode(data.tobytes()).decode("ascii")}
 
 
-def unpack_array(packed: Mapping[str, Any]) -> Floats:
+def unpack_array(packed: Mapping[str, Any]) -> Singles:
     """The array of ``pack_array``; raises SchemaError when its bytes do not fit its shape or are not finite."""
     try:
         flat = np.frombuffer(base64.b64decode(packed["data"], validate=True), dtype="<f4")
-        array = flat.reshape(tuple(packed["shape"])).astype(np.float64)
+        array = flat.reshape(tuple(packed["shape"])).astype(np.float32)
     except (KeyError, TypeError, ValueError) as exc:
         raise SchemaError(f"not a packed array: {exc}") from exc
     if not np.isfinite(array).all():
@@ -53,31 +56,31 @@ class ValueModel:
 
     kind = KIND
 
-    def __init__(self, rows: dict[int, int], rows_max: int, weights: list[Floats]) -> None:
+    def __init__(self, rows: dict[int, int], rows_max: int, weights: list[Singles], encoder: Encoder) -> None:
         self.rows = rows
         """Row of the embedding by feature id."""
         self.rows_max = rows_max
         self.weights = weights
-        """Embedding (K, rows, H), bias (K, 1, H), (K, H, H), (K, 1, H), (K, H, 1), (K, 1, 1)."""
+        """Embedding (K, rows, H), bias (K, 1, H), (K, H, H), (K, 1, H), (K, H, 1), (K, 1, 1); float32."""
+        self.encoder = encoder
+        """How token states are read."""
 
     @staticmethod
-    def fresh(rows_max: int, members: int = 4, width: int = 64, seed: int = 0) -> ValueModel:
-        """An untrained model without features; its value of anything is 0."""
+    def fresh(
+        rows_max: int, encoder: Encoder | None = None, *, members: int = 8, width: int = 32, seed: int = 0
+    ) -> ValueModel:
+        """An untrained model without features."""
         rng = np.random.default_rng(seed)
-
-        def hidden(shape: tuple[int, ...], fan_in: int) -> Floats:
-            return rng.normal(0.0, fan_in**-0.5, shape).astype(np.float32).astype(np.float64)
-
         k, h = members, width
         weights = [
-            np.zeros((k, 0, h)),
-            np.zeros((k, 1, h)),
-            hidden((k, h, h), h),
-            np.zeros((k, 1, h)),
-            np.zeros((k, h, 1)),
-            np.zeros((k, 1, 1)),
+            np.zeros((k, 0, h), np.float32),
+            np.zeros((k, 1, h), np.float32),
+            (rng.standard_normal((k, h, h)) / h**0.5).astype(np.float32),
+            np.zeros((k, 1, h), np.float32),
+            (rng.standard_normal((k, h, 1)) / (100.0 * h) ** 0.5).astype(np.float32),
+            np.zeros((k, 1, 1), np.float32),
         ]
-        return ValueModel({}, rows_max, weights)
+        return ValueModel({}, rows_max, weights, encoder or Encoder())
 
     def add_features(self, states: Iterable[Sequence[int]]) -> int:
         """Give rows to the new feature ids of ``states``; returns how many there were."""
@@ -88,23 +91,24 @@ class ValueModel:
                     self.rows[feature] = len(self.rows)
                     new.append(feature)
         if new:
-            k, have, h = self.weights[0].shape
-            added = np.empty((k, len(new), h))
+            k, _, h = self.weights[0].shape
+            added = np.empty((k, len(new), h), np.float32)
             for i, feature in enumerate(new):
-                rng = np.random.default_rng(feature & 0xFFFF_FFFF_FFFF)
-                added[:, i] = rng.normal(0.0, 0.25, (k, h))
-            self.weights[0] = np.concatenate([self.weights[0], added.astype(np.float32)], axis=1)
-            assert have + len(new) == len(self.rows)  # noqa: S101
+                drawn = np.random.default_rng(feature).standard_normal((k, h))
+                added[:, i] = drawn / INPUT_SCALE**0.5
+            self.weights[0] = np.concatenate([self.weights[0], added], axis=1)
         return len(new)
 
     def rows_of(self, state: Sequence[int]) -> list[int]:
-        """Embedding rows of a state; ids beyond ``rows_max`` share the rows that there are."""
-        rows, full = self.rows, len(self.rows) >= self.rows_max
-        return [rows.get(f, f % self.rows_max if full else -1) for f in state]
+        """Embedding rows of a state; ids beyond ``rows_max`` share the rows that there are, others add nothing."""
+        rows = self.rows
+        if len(rows) >= self.rows_max:
+            return [rows.get(f, f % self.rows_max) for f in state]
+        return [rows[f] for f in state if f in rows]
 
     def predict(self, features: Sequence[Sequence[int]]) -> Floats:
         """V of each state, in units of reward; shape (states,). Independent of the other states of the call."""
-        table, b1, w2, b2, w3, b3 = self.weights
+        table, b1, w2, b2, w3, b3 = (weight.astype(np.float64) for weight in self.weights)
         k, have, h = table.shape
         flat = np.concatenate([table.transpose(1, 0, 2).reshape(have, k * h), np.zeros((1, k * h))])
         out = np.empty(len(features))
@@ -128,11 +132,23 @@ class ValueModel:
         """V of each state in integer micro-units."""
         return [int(value) for value in np.rint(self.predict(features) * MICRO)]
 
+    def menu_values(
+        self, prompt: tuple[int, ...], response: Sequence[int], menus: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
+        """V after each open option at each token of a response, in units: what ``Sample.menu_values`` would be under this version."""
+        states = [
+            self.encoder(prompt, (*response[:i], option)) for i, menu in enumerate(menus) for option in menu
+        ]
+        values = iter(self.predict(states).tolist())
+        return [[next(values) for _ in menu] for menu in menus]
+
     def to_dict(self) -> dict[str, Any]:
         """JSON of the model; ``from_dict`` of it predicts the same numbers bit for bit (weights are float32)."""
         return {
             "kind": self.kind,
             "rows_max": self.rows_max,
+            "units": list(self.encoder.units),
+            "words": list(self.encoder.words),
             "features": sorted(self.rows, key=self.rows.__getitem__),
             "weights": [pack_array(weight) for weight in self.weights],
         }
@@ -148,8 +164,9 @@ class ValueModel:
             k, have, h = weights[0].shape
             shapes = [(k, have, h), (k, 1, h), (k, h, h), (k, 1, h), (k, h, 1), (k, 1, 1)]
             rows_max = int(data["rows_max"])
+            encoder = Encoder(data["units"], data["words"])
         except (KeyError, TypeError, ValueError, IndexError) as exc:
             raise SchemaError(f"not a value model: {exc}") from exc
         if [weight.shape for weight in weights] != shapes or have != len(rows):
             raise SchemaError(f"a value model's weights have shapes {[w.shape for w in weights]}")
-        return ValueModel(rows, rows_max, weights)
+        return ValueModel(rows, rows_max, weights, encoder)

@@ -1,114 +1,207 @@
-"""Training of a value model: minibatches of remembered states against the outcomes that followed (Monte Carlo targets).
+"""Training of a value model by fitted Q iteration over remembered orchestrations.
 
-Deterministic: the minibatches of an update are drawn from a generator seeded by the update's number, and weights and moments are
-rounded to float32 after each update, so that what is stored and published is exactly what training goes on from.
+The target of a state is the value of the best state that the next decision could have led to, each member's own value of
+what the ensemble prefers; at the end, or where the options are not known, it is the outcome. So exploration later in an orchestration
+does not taint what came before it. Each orchestration counts in each member as often as a Poisson draw says (online
+bootstrap), by a hash of its id.
+
+Deterministic: the minibatches of an update are drawn from a generator seeded by the update's number; everything that an update
+depends on is in ``to_dict`` and in the memory.
+
+Legend: K members, S states, B rows of a minibatch, F features, H hidden units.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from spanloop.pipeline.credit.value_model import Floats, ValueModel, pack_array, unpack_array
-from spanloop.schemas.canonical import MICRO
+from spanloop.pipeline.credit.estimates import Lesson
+from spanloop.pipeline.credit.states import Encoder, State
+from spanloop.pipeline.credit.value_model import Singles, ValueModel, pack_array, unpack_array
+from spanloop.schemas.canonical import MICRO, digest
 
 __all__ = ["Example", "ValueTrainer"]
 
-Example = tuple[tuple[tuple[int, ...], ...], int]
-"""States that one orchestration went through, and its reward in micro-units."""
+Ints = NDArray[np.int64]
 
 BATCH = 256
-STEPS = 48
-LEARNING_RATE = 2e-3
-WEIGHT_DECAY = 1e-4
+STEPS = 120
+LEARNING_RATE = 1e-3
+WEIGHT_DECAY = 1.0
+"""Decoupled, of the matrices."""
 GRADIENT_MAX = 10.0
+CHUNK = 4096
 
 
-def _single(array: Floats) -> Floats:
-    return array.astype(np.float32).astype(np.float64)
+class Example(msgspec.Struct, frozen=True, array_like=True):
+    """A remembered orchestration."""
+
+    orchestration_id: str
+    lessons: tuple[Lesson, ...]
+    reward: int
+    """Micro-units."""
+
+
+class _Batch(msgspec.Struct):
+    """All lessons of a memory as arrays."""
+
+    states: list[Ints]
+    """Embedding rows of each distinct state."""
+    of_lesson: Ints
+    options: Ints
+    """States of all lessons' options, in a row ..."""
+    starts: Ints
+    """... and where each lesson with options begins."""
+    with_options: Ints
+    outcomes: Singles
+    bags: Singles
+    """Weight of each lesson in each member (K, lessons)."""
 
 
 class ValueTrainer:
     """A model with its optimiser (Adam, decoupled weight decay)."""
 
-    def __init__(self, model: ValueModel, updates: int, moments: list[tuple[Floats, Floats]], steps: int) -> None:
+    def __init__(
+        self, model: ValueModel, updates: int, moments: list[tuple[Singles, Singles]], steps: int
+    ) -> None:
         self.model = model
         self.updates = updates
         self.steps = steps
         self.moments = moments
 
     @staticmethod
-    def fresh(rows_max: int) -> ValueTrainer:
+    def fresh(rows_max: int, encoder: Encoder | None = None) -> ValueTrainer:
         """A trainer of an untrained model."""
-        model = ValueModel.fresh(rows_max)
+        model = ValueModel.fresh(rows_max, encoder)
         return ValueTrainer(model, 0, [(np.zeros_like(w), np.zeros_like(w)) for w in model.weights], 0)
 
     def update(self, examples: Sequence[Example], steps: int = STEPS) -> float:
-        """Some steps on minibatches of ``examples``; returns the last mean squared error, in squared units.
+        """Some steps on minibatches of ``examples``; returns their mean squared error, in squared units.
 
         An update that would leave a weight that is not finite is undone.
         """
-        states = [state for seen, _ in examples for state in seen]
-        if not states:
-            return 0.0
-        targets = np.array([reward / MICRO for seen, reward in examples for _ in seen])
-        self._grow(self.model.add_features(states))
-        index = [np.array(self.model.rows_of(state), dtype=np.int64) for state in states]
-        rng = np.random.default_rng(self.updates)
-        saved = [weight.copy() for weight in self.model.weights]
-        error = 0.0
-        for _ in range(steps):
-            chosen = rng.integers(0, len(states), BATCH)
-            counts = np.zeros((BATCH, len(self.model.rows)))
-            for row, i in enumerate(chosen):
-                counts[row, index[i][index[i] >= 0]] = 1.0
-            error = self._step(counts, targets[chosen])
+        batch = self._batch(examples)
         self.updates += 1
+        if batch is None:
+            return 0.0
+        saved = [weight.copy() for weight in self.model.weights]
+        rng = np.random.default_rng(self.updates)
+        with np.errstate(over="ignore", invalid="ignore"):
+            targets = self._targets(batch)
+            error = 0.0
+            for _ in range(steps):
+                chosen = rng.integers(0, len(batch.of_lesson), BATCH)
+                inputs = self._dense([batch.states[i] for i in batch.of_lesson[chosen]])
+                error += self._step(inputs, targets[:, chosen], batch.bags[:, chosen]) / steps
         if not all(np.isfinite(weight).all() for weight in self.model.weights):
             self.model.weights = saved
             self.moments = [(np.zeros_like(w), np.zeros_like(w)) for w in saved]
             return float("inf")
-        self.model.weights = [_single(weight) for weight in self.model.weights]
-        self.moments = [(_single(mean), _single(square)) for mean, square in self.moments]
         return error
+
+    def _batch(self, examples: Sequence[Example]) -> _Batch | None:
+        index: dict[State, int] = {}
+        of_lesson: list[int] = []
+        options: list[int] = []
+        starts: list[int] = []
+        with_options: list[int] = []
+        outcomes: list[float] = []
+        bags: list[NDArray[np.int64]] = []
+        members = len(self.model.weights[0])
+        for example in examples:
+            seed = int(digest("bag", example.orchestration_id)[:15], 16)
+            bag = np.random.default_rng(seed).poisson(1.0, members)
+            for lesson in example.lessons:
+                if lesson.options:
+                    with_options.append(len(of_lesson))
+                    starts.append(len(options))
+                    options += [index.setdefault(option, len(index)) for option in lesson.options]
+                of_lesson.append(index.setdefault(lesson.state, len(index)))
+                outcomes.append(example.reward / MICRO)
+                bags.append(bag)
+        if not of_lesson:
+            return None
+        self._grow(self.model.add_features(index))
+        return _Batch(
+            states=[np.array(self.model.rows_of(state), dtype=np.int64) for state in index],
+            of_lesson=np.array(of_lesson),
+            options=np.array(options, dtype=np.int64),
+            starts=np.array(starts, dtype=np.int64),
+            with_options=np.array(with_options, dtype=np.int64),
+            outcomes=np.array(outcomes, dtype=np.float32),
+            bags=np.stack(bags, axis=1).astype(np.float32),
+        )
+
+    def _targets(self, batch: _Batch) -> Singles:
+        """Outcome, or each member's value of the option that the ensemble prefers; shape (K, lessons)."""
+        targets = np.tile(batch.outcomes, (len(self.model.weights[0]), 1))
+        if len(batch.starts):
+            values_KS = np.concatenate(
+                [
+                    self._forward(self._dense(batch.states[at : at + CHUNK]))[-1][..., 0]
+                    for at in range(0, len(batch.states), CHUNK)
+                ],
+                axis=1,
+            )
+            means = values_KS.mean(axis=0)[batch.options]
+            sizes = np.diff([*batch.starts, len(batch.options)])
+            best = np.flatnonzero(means >= np.repeat(np.maximum.reduceat(means, batch.starts), sizes))
+            first = best[np.searchsorted(best, batch.starts)]
+            targets[:, batch.with_options] = values_KS[:, batch.options[first]]
+        return targets
+
+    def _dense(self, states: Iterable[Ints]) -> Singles:
+        listed = list(states)
+        inputs = np.zeros((len(listed), len(self.model.rows)), np.float32)
+        rows = np.repeat(np.arange(len(listed)), [len(state) for state in listed])
+        inputs[rows, np.concatenate(listed) if listed else rows] = 1.0
+        return inputs
+
+    def _forward(self, inputs_BF: Singles) -> list[Singles]:
+        table, b1, w2, b2, w3, b3 = self.model.weights
+        first = np.maximum(np.matmul(inputs_BF, table) + b1, 0)
+        second = np.maximum(np.matmul(first, w2) + b2, 0)
+        return [first, second, np.matmul(second, w3) + b3]
 
     def _grow(self, new: int) -> None:
         if new:
             first, second = self.moments[0]
-            more = np.zeros((first.shape[0], new, first.shape[2]))
+            more = np.zeros((first.shape[0], new, first.shape[2]), np.float32)
             self.moments[0] = (np.concatenate([first, more], axis=1), np.concatenate([second, more], axis=1))
 
-    def _step(self, counts: Floats, targets: NDArray[np.float64]) -> float:
-        table, b1, w2, b2, w3, b3 = self.model.weights
-        first = np.maximum(np.matmul(counts, table) + b1, 0.0)
-        second = np.maximum(np.matmul(first, w2) + b2, 0.0)
-        miss = (np.matmul(second, w3) + b3)[..., 0] - targets
-        d3 = (2.0 / len(targets)) * miss[..., None]
+    def _step(self, inputs_BF: Singles, targets_KB: Singles, bags_KB: Singles) -> float:
+        first, second, out = self._forward(inputs_BF)
+        _, _, w2, _, w3, _ = self.model.weights
+        miss = out[..., 0] - targets_KB
+        d3 = (np.float32(2.0 / len(inputs_BF)) * miss * bags_KB)[..., None]
         d2 = np.matmul(d3, w3.transpose(0, 2, 1)) * (second > 0)
         d1 = np.matmul(d2, w2.transpose(0, 2, 1)) * (first > 0)
         gradients = [
-            np.matmul(counts.T, d1),
+            np.matmul(inputs_BF.T, d1),
             d1.sum(axis=1, keepdims=True),
             np.matmul(first.transpose(0, 2, 1), d2),
             d2.sum(axis=1, keepdims=True),
             np.matmul(second.transpose(0, 2, 1), d3),
             d3.sum(axis=1, keepdims=True),
         ]
-        norm = float(np.sqrt(sum(float((g * g).sum()) for g in gradients)))
-        scale = min(1.0, GRADIENT_MAX / norm) if norm > 0 else 1.0
+        norm = float(np.sqrt(sum(float(np.vdot(g, g)) for g in gradients)))
+        scale = np.float32(min(1.0, GRADIENT_MAX / norm) if norm > 0 else 1.0)
         self.steps += 1
         c1, c2 = 1 - 0.9**self.steps, 1 - 0.999**self.steps
         for i, gradient in enumerate(gradients):
             mean, square = self.moments[i]
-            mean *= 0.9
-            mean += 0.1 * scale * gradient
-            square *= 0.999
-            square += 0.001 * (scale * gradient) ** 2
+            clipped = scale * gradient
+            mean += np.float32(0.1) * (clipped - mean)
+            square += np.float32(0.001) * (clipped * clipped - square)
             weight = self.model.weights[i]
-            weight -= LEARNING_RATE * (mean / c1 / (np.sqrt(square / c2) + 1e-8) + WEIGHT_DECAY * weight)
+            decay = np.float32(LEARNING_RATE * WEIGHT_DECAY * (i % 2 == 0))
+            step = (mean / np.float32(c1)) / (np.sqrt(square / np.float32(c2)) + np.float32(1e-8))
+            weight -= np.float32(LEARNING_RATE) * step + decay * weight
         return float((miss * miss).mean())
 
     def to_dict(self) -> dict[str, Any]:

@@ -220,7 +220,11 @@ def _work_and_span_of(content: OrchestrationContent) -> tuple[int, int]:
             continue
         parent = chains[agent.parent_id]
         start = family.started_by.get(agent.id, "")
-        at = parent.index(start) if start in parent else _turn_before(agent, family.calls.get(agent.parent_id, []))
+        at = (
+            parent.index(start)
+            if start in parent
+            else _turn_before(agent, family.calls.get(agent.parent_id, []))
+        )
         if at >= 0:
             after.setdefault(chains[agent.id][0], set()).add(parent[at])
         if at + 1 < len(parent):

@@ -32,6 +32,10 @@ class ToolTerms(msgspec.Struct, frozen=True):
     only where the caller passes their hashes."""
 
 
+FREE = ToolTerms()
+"""Calls cost nothing."""
+
+
 def tool_reward(*, valid: bool, used: bool, repeated: bool, good: bool, terms: ToolTerms) -> float:
     """Reward of one tool call, in units.
 
@@ -57,7 +61,7 @@ def tool_rewards(
     floor: float,
     *,
     weight: int = 0,
-    terms: ToolTerms = ToolTerms(),
+    terms: ToolTerms = FREE,
     arguments: Mapping[str, str] = {},
 ) -> list[Reward]:
     """One reward a tool call, and their mean as the team's channel (absent where no tool was called).
@@ -154,5 +158,3 @@ def _used(content: OrchestrationContent) -> set[str]:
                 reached.add(source)
                 frontier.append(source)
     return reached
-
-
