@@ -103,6 +103,15 @@ class TestTokenLedger:
         got = credit(two_turns(Agent("x", "a", "a", "main"), events=(spawned("x", "c2"),)))
         assert (got["agent:x"], got["environment"]) == (175_000, 175_000 + 400_000)
 
+    def test_the_last_turns_tool_is_unidentified_and_takes_no_luck(self):
+        tool = OrchestrationEvent(
+            "e", "tool_call", "main", 22, 1.0, "t", (), agent_id="main", tool="stop", call_id="c2"
+        )
+        ledger = build_ledger(two_turns(events=(tool,)), 1_000_000, VALUES.__getitem__)
+        node = next(n for n in ledger.nodes if n.id == "tool:e")
+        assert (node.credit, node.raw, node.estimator) == (0, None, "unidentified/1")
+        assert credit(two_turns(events=(tool,)))["environment"] == 750_000
+
     def test_a_late_agent_leaves_the_orchestrator_and_other_gaps_alone(self):
         base = two_turns(Agent("x", "a", "a", "main"), events=(spawned("x", "c1"),))
         late = two_turns(

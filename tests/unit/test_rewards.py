@@ -201,6 +201,12 @@ class TestOrchestration:
         assert rewards["parl_finish"].value == 0
         assert rewards["parl_finish"].estimator == "parl/1:nothing_spawned"
 
+    def test_calls_of_an_agent_without_a_span_count(self):
+        rewards = {
+            r.name: r.value for r in orchestration_rewards(family(calls=(call("", 1), call("", 2))), (0, 0))
+        }
+        assert rewards["critical_steps"] == 2_000_000
+
     def test_a_parent_cycle_ends(self):
         content = family(
             Agent("a", "a", parent_id="b"), Agent("b", "b", parent_id="a"), calls=(call("a", 1),)

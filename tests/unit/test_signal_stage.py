@@ -19,7 +19,7 @@ from spanloop.schemas.events import (
     SamplesBuilt,
     ValueModelPublished,
 )
-from spanloop.schemas.settings import Pipeline
+from spanloop.schemas.settings import SPECIAL_WORDS, Pipeline, Settings
 
 SECOND = 10**9
 SETTINGS = Pipeline(retention_s=60, orchestrations_max=3)  # type: ignore[call-arg]
@@ -242,3 +242,18 @@ class TestValueStage:
             provisional = msgspec.structs.replace(rewards, revision=2, status="provisional")
             assert driver.feed(revised, missing, provisional) == []
         assert not any(key.startswith(("memory/", "trainer/")) for key in driver.entries)
+
+
+class TestUnits:
+    def test_words_come_from_the_embedded_policys_vocabulary(self):
+        settings = Settings(pipeline={"value_units": ["a"]}, learner={"vocabulary": ["a", "a-yes"]})  # type: ignore[arg-type]
+        assert settings.pipeline.value_words == ("<pad>", "<bos>", "<eos>", "<act>", "<unk>", "a", "a-yes")
+
+    def test_the_tokenizer_has_the_same_special_words(self):
+        from spanloop.learner.tokenizer import SPECIALS
+
+        assert SPECIALS == SPECIAL_WORDS
+
+    def test_units_without_words_are_refused(self):
+        with pytest.raises(ValueError, match="value_words or learner.vocabulary"):
+            Settings(pipeline={"value_units": ["a"]})  # type: ignore[arg-type]

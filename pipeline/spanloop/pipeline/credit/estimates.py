@@ -81,6 +81,9 @@ NULL = Anchored(0, 0.0, 0, 0.0, VALUE_DIFFERENCE)
 UNKNOWN = Anchored(None, UNKNOWN_VARIANCE, None, UNKNOWN_VARIANCE, "uniform/1")
 
 
+UNIDENTIFIED = Anchored(0, 0.0, None, 0.0, "unidentified/1")
+
+
 class CallValues(msgspec.Struct, frozen=True):
     """Values of a turn, micro-units."""
 
@@ -260,11 +263,16 @@ def _from_tokens(cast: Cast, valued: list[ModelCall], reward: int, read: _Reader
         leftover += values.drift
     found.baseline = found.calls[valued[0].id].start
     workers = _workers(cast, valued)
+    sub_agents = {agent.id for agent in cast.others}
     for k, call in enumerate(valued):
         before = found.calls[call.id].end
         last = k + 1 == len(valued)
         after = reward if last else found.calls[valued[k + 1].id].start
-        units = [*workers[k], ENVIRONMENT] if last else workers[k]
+        units = workers[k]
+        if last:
+            # What the last turn's tools did is seen in no later state, so the outcome cannot tell them from chance.
+            found.tools.update((unit, UNIDENTIFIED) for unit in units if unit not in sub_agents)
+            units = [*(unit for unit in units if unit in sub_agents), ENVIRONMENT]
         everyone = frozenset(units)
 
         def partial(

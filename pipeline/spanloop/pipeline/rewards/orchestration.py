@@ -123,13 +123,15 @@ class _Family(msgspec.Struct):
 
 def _family(content: OrchestrationContent) -> _Family:
     known = {agent.id for agent in content.agents}
+    strangers = sorted({call.agent_id or "unattributed" for call in content.calls} - known)
     calls: dict[str, list[ModelCall]] = {}
     for call in sorted(content.calls, key=lambda c: (c.start_ns, c.id)):
-        calls.setdefault(call.agent_id, []).append(call)
+        calls.setdefault(call.agent_id or "unattributed", []).append(call)
     children: dict[str, list[Agent]] = {}
     for agent in sorted(content.agents, key=lambda a: (a.started_ns, a.id)):
         parent = agent.parent_id if agent.parent_id in known and agent.parent_id != agent.id else ""
         children.setdefault(parent, []).append(agent)
+    children.setdefault("", []).extend(Agent(name, name) for name in strangers)
     started_by = {
         event.to_id: event.call_id
         for event in content.events
@@ -204,7 +206,7 @@ def _work_and_span_of(content: OrchestrationContent) -> tuple[int, int]:
     weights: dict[str, int] = {}
     after: dict[str, set[str]] = {}
     chains: dict[str, list[str]] = {}
-    for agent in content.agents:
+    for agent in (a for siblings in family.children.values() for a in siblings):
         calls = family.calls.get(agent.id, [])
         chains[agent.id] = [call.id for call in calls] or [f"agent:{agent.id}"]
         if not calls and not family.children.get(agent.id):
