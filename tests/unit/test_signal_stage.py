@@ -255,5 +255,5 @@ class TestUnits:
         assert SPECIALS == SPECIAL_WORDS
 
     def test_units_without_words_are_refused(self):
-        with pytest.raises(ValueError, match="value_words or learner.vocabulary"):
+        with pytest.raises(ValueError, match=r"value_words or learner\.vocabulary"):
             Settings(pipeline={"value_units": ["a"]})  # type: ignore[arg-type]
