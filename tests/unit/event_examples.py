@@ -268,6 +268,7 @@ EXAMPLES: tuple[e.Event, ...] = (
         champion=4,
         learner=6,
         learning_share=0.5,
+        exploration=0.125,
         canary=5,
         canary_share=0.25,
         champion_share_min=0.125,

@@ -104,7 +104,7 @@ def test_evaluation_scores_held_out_orchestrations(tmp_path) -> None:
     with_cue.load_state_dict(nets[0].state_dict())
     section = settings(tmp_path).learner
     made = Evaluation(
-        section, exploration=EXPLORATION, load=nets.__getitem__, vocabulary_size=CONFIG.vocabulary_size,
+        section, exploration=EXPLORATION, floor=lambda version: EXPLORATION, load=nets.__getitem__, vocabulary_size=CONFIG.vocabulary_size,
         context=CONFIG.context,
     )  # fmt: skip
     world = World()
@@ -116,6 +116,7 @@ def test_evaluation_scores_held_out_orchestrations(tmp_path) -> None:
     mislogged = Evaluation(
         section,
         exploration=0.5,
+        floor=lambda version: 0.5,
         load=nets.__getitem__,
         vocabulary_size=CONFIG.vocabulary_size,
         context=CONFIG.context,

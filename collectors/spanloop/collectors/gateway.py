@@ -29,6 +29,7 @@ from spanloop.collectors.gateway_recorder import Recorder
 from spanloop.collectors.gateway_tokens import ask_for_tokens
 from spanloop.collectors.gateway_upstream import Upstream
 from spanloop.collectors.routing import Router
+from spanloop.collectors.untyped import the_map
 from spanloop.pipeline.clock import SystemClock
 from spanloop.pipeline.ports import Clock, Log
 from spanloop.schemas.canonical import digest
@@ -178,6 +179,7 @@ class Gateway:
     def _plan(self, call: Call) -> None:
         """Choose the version and write the upstream's request. Raises GatewayError (503, 400)."""
         alias, model = self.settings.gateway.policy, call.body["model"]
+        exploration = 0.0
         if model == alias:
             choice = self.router.route(call.tenant, call.key)
             if choice is None:
@@ -190,6 +192,7 @@ class Gateway:
                     retry_s=1,
                 )
             call.route, call.version = choice.route, policy_name(alias, choice.version)
+            exploration = choice.exploration
         elif self._version.match(model):
             call.route, call.version = "pinned", model
         else:
@@ -197,6 +200,8 @@ class Gateway:
         if not isinstance(call.body.get("messages"), list):
             raise bad_request("`messages` must be a list")
         asking, call.asked = ask_for_tokens(call.body, call.version, tokens=self.settings.content.training)
+        if exploration:
+            asking["vllm_xargs"] = {**the_map(asking.get("vllm_xargs")), "exploration": exploration}
         call.data = _encode(asking)
 
     @web.middleware

@@ -41,6 +41,8 @@ class Choice(msgspec.Struct, frozen=True):
 
     version: int
     route: str
+    exploration: float = 0.0
+    """Floor to ask the server for."""
 
 
 def parse_traceparent(header: str | None) -> tuple[str, str] | None:
@@ -89,7 +91,7 @@ def choose(routing: RoutingChanged, u: float) -> Choice:
     if u < canary:
         return Choice(routing.canary, "canary")
     if u < min(canary + learning, limit):
-        return Choice(routing.learner, "learning")
+        return Choice(routing.learner, "learning", routing.exploration)
     return Choice(routing.champion, "champion")
 
 

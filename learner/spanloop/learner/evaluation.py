@@ -40,8 +40,12 @@ LOGGERS_MAX = 6
 LOGGER_LAG_MAX = 8
 """Older ones are too far from a candidate to say anything about it."""
 MISMATCH_MAX = 0.1
-"""An orchestration whose logged log-probability is further than this (nats) from its logger's own is left out: it was
-sampled otherwise (another temperature, another exploration floor), so its weight would be wrong."""
+"""An orchestration whose logged log-probability is further than this (nats) from its logger's own, with the floor of a champion
+and with that of the learning share, is left out: it was sampled otherwise (another temperature), so its weight would be
+wrong."""
+
+Logger = tuple[int, float]
+"""A version and the exploration floor with which it answered: one behaviour policy."""
 
 
 class _Held(msgspec.Struct):
@@ -49,8 +53,10 @@ class _Held(msgspec.Struct):
     version: int
     gain: float
     logged: float
-    log_probs: dict[int, float] = {}
-    """Version -> log-probability of all decisions."""
+    log_probs: dict[Logger, float] = {}
+    """Log-probability of all decisions under a version and floor."""
+    logger: Logger | None = None
+    """Which of the two floors explains what was logged; None: neither."""
 
 
 def versions_of(built: SamplesBuilt) -> frozenset[int]:
@@ -63,7 +69,8 @@ class Evaluation:
 
     Args:
         settings: Gate and canary settings.
-        exploration: The server's floor; versions are evaluated as they are served.
+        exploration: The server's floor; versions are evaluated as they are served to all.
+        floor: Version -> its floor in the learning share.
         load: Version -> its verified network (raises SchemaError, which makes the gate refuse).
         vocabulary_size: Of the policy.
         context: Of the policy.
@@ -74,12 +81,14 @@ class Evaluation:
         settings: Learner,
         *,
         exploration: float,
+        floor: Callable[[int], float],
         load: Callable[[int], PolicyNet],
         vocabulary_size: int,
         context: int,
     ) -> None:
         self._settings = settings
         self._exploration = exploration
+        self._floor = floor
         self._load = load
         self._vocabulary_size = vocabulary_size
         self._context = context
@@ -159,19 +168,20 @@ class Evaluation:
     def gate(self, version: int, champion: int, lag: Callable[[int], int | None]) -> GateVerdict:
         """Evaluate ``version`` against ``champion``; ``lag`` as in ``batches.refusal``."""
         held = self._sample(champion, lag)
-        loggers = sorted({h.version for h in held})
-        for number in {version, champion, *loggers}:
-            self._score(number, held)
-        held = [h for h in held if abs(h.log_probs[h.version] - h.logged) <= MISMATCH_MAX]
-        loggers = sorted({h.version for h in held})
+        self._recognise(held)
+        held = [h for h in held if h.logger is not None]
+        loggers = sorted({h.logger for h in held if h.logger is not None})
+        new, old = (version, self._exploration), (champion, self._exploration)
+        for policy in {new, old, *loggers}:
+            self._score(policy, held)
         if len(held) < ORCHESTRATIONS_MIN:
             reason = f"{len(held)} held-out orchestrations, {ORCHESTRATIONS_MIN} needed"
             return GateVerdict(0.0, 0.0, 0.0, 0.0, 0.0, len(held), passed=False, reason=reason)
         return judge(
-            np.array([h.log_probs[version] for h in held]),
-            np.array([h.log_probs[champion] for h in held]),
+            np.array([h.log_probs[new] for h in held]),
+            np.array([h.log_probs[old] for h in held]),
             np.array([[h.log_probs[k] for k in loggers] for h in held]),
-            np.array([loggers.index(h.version) for h in held]),
+            np.array([loggers.index(h.logger) for h in held if h.logger is not None]),
             np.array([h.gain for h in held]),
             confidence=self._settings.gate_confidence,
             margin=self._settings.gate_margin,
@@ -184,18 +194,34 @@ class Evaluation:
         kept = {champion, *(-v for _, v in recent[:LOGGERS_MAX])}
         return [h for h in self._held.values() if h.version in kept]
 
-    def _score(self, version: int, held: Sequence[_Held]) -> None:
-        missing = [h for h in held if version not in h.log_probs]
+    def _recognise(self, held: Sequence[_Held]) -> None:
+        """Find out with which floor each orchestration was sampled."""
+        unknown: dict[int, list[_Held]] = {}
+        for h in held:
+            if h.logger is None:
+                unknown.setdefault(h.version, []).append(h)
+        for version, theirs in unknown.items():
+            choices = sorted({(version, self._exploration), (version, self._floor(version))})
+            for policy in choices:
+                self._score(policy, theirs)
+            for h in theirs:
+                nearest = min(choices, key=lambda policy, h=h: abs(h.log_probs[policy] - h.logged))
+                if abs(h.log_probs[nearest] - h.logged) <= MISMATCH_MAX:
+                    h.logger = nearest
+
+    def _score(self, policy: Logger, held: Sequence[_Held]) -> None:
+        missing = [h for h in held if policy not in h.log_probs]
         if not missing:
             return
+        version, exploration = policy
         net = self._load(version)
         for start in range(0, len(missing), 64):
             part = missing[start : start + 64]
             arrays = collate([h.rollout for h in part])
             tensors = TensorBatch.of(arrays)
             with torch.no_grad():
-                logp_N = taken(tensors.log_probs(net, self._exploration), tensors.chosen_N)
+                logp_N = taken(tensors.log_probs(net, exploration), tensors.chosen_N)
             sums = np.zeros(len(part))
             np.add.at(sums, arrays.rollout_B[arrays.row_N], logp_N.double().numpy())
             for h, value in zip(part, sums.tolist(), strict=True):
-                h.log_probs[version] = value
+                h.log_probs[policy] = value

@@ -131,6 +131,11 @@ class Promoter:
             self._nets.popitem(last=False)
         return found
 
+    def floor(self, version: int) -> float:
+        """Exploration floor of a version's calls while it was the learning share."""
+        candidate = self.state.versions.get(version)
+        return promotion.exploration_floor(self._settings.learner, candidate.batch if candidate else 0)
+
     def _artifact(self, version: int) -> Artifact:
         candidate = self.state.versions.get(version)
         if candidate is None:

@@ -43,6 +43,7 @@ __all__ = [
     "apply",
     "decide",
     "desired_routing",
+    "exploration_floor",
     "fold",
 ]
 
@@ -360,6 +361,18 @@ def _gate_action(state: PromotionState, facts: Facts, settings: Learner) -> Acti
     return EvaluateGate(newest, state.attempts.get(newest, 0)) if since >= settings.gate_every else None
 
 
+def exploration_floor(settings: Learner, batch: int) -> float:
+    """Exploration floor of the calls that the version of batch ``batch`` (1, 2, ...) answers as the learning share.
+
+    >>> from spanloop.schemas.settings import Learner
+    >>> made = Learner(exploration_start=0.3, exploration_end=0.1, exploration_updates=11)
+    >>> [round(exploration_floor(made, batch), 3) for batch in (0, 1, 6, 11, 99)]
+    [0.3, 0.3, 0.2, 0.1, 0.1]
+    """
+    done = min(1.0, max(0, batch - 1) / max(1, settings.exploration_updates - 1))
+    return round(settings.exploration_start + (settings.exploration_end - settings.exploration_start) * done, 6)
+
+
 def desired_routing(
     state: PromotionState, settings: Learner, *, tenant: str, policy: str, unroutable: Collection[int] = ()
 ) -> RoutingChanged | None:
@@ -381,6 +394,7 @@ def desired_routing(
         champion=state.champion,
         learner=learner if learning_share > 0.0 else -1,
         learning_share=learning_share,
+        exploration=exploration_floor(settings, state.versions[learner].batch) if learning_share > 0.0 else 0.0,
         canary=canary,
         canary_share=canary_share,
         champion_share_min=round(1.0 - learning_share - canary_share, 6),

@@ -107,6 +107,7 @@ class Learner:
         self.evaluation = Evaluation(
             settings.learner,
             exploration=settings.serving.exploration,
+            floor=self.promoter.floor,
             load=self.promoter.net,
             vocabulary_size=config.vocabulary_size,
             context=config.context,

@@ -458,6 +458,8 @@ class RoutingChanged(PolicyEvent, frozen=True, omit_defaults=True, tag="routing_
     learner: int = -1
     """Newest candidate serving the learning share; -1: none."""
     learning_share: float = 0.0
+    exploration: float = 0.0
+    """Floor that the learning share's calls ask for."""
     canary: int = -1
     canary_share: float = 0.0
     champion_share_min: float = 0.0

@@ -88,8 +88,9 @@ class Serving(_Section):
     max_batch: int = Field(32, ge=1)
     max_wait_ms: float = Field(0.0, ge=0)
     """How long an idle batch waits for company; rows join between tokens anyway, so 0 is quickest."""
-    exploration: float = Field(0.02, ge=0, le=0.5)
-    """Floor: probability mass spread evenly over the open options; the mixture is what is logged as behaviour."""
+    exploration: float = Field(0.0, ge=0, le=0.5)
+    """Floor for champion and canary: probability mass spread evenly over the open options; the mixture is what is logged as
+    behaviour. The learning share has its own floor, see ``learner.exploration_start``."""
     max_adapters: int = Field(16, ge=2)
     threads: int = Field(1, ge=1)
 
@@ -148,6 +149,11 @@ class Learner(_Section):
     deterministic: bool = True
     learning_share: float = Field(0.5, ge=0, le=0.9)
     """Traffic that the newest candidate may serve between promotions."""
+    exploration_start: float = Field(0.3, ge=0, le=0.5)
+    """Floor of the learning share at the first update: the mass that its calls spread evenly over the open options ..."""
+    exploration_end: float = Field(0.06, ge=0, le=0.5)
+    """... and at the last of ``exploration_updates``, in equal steps."""
+    exploration_updates: int = Field(48, ge=1)
     gate: bool = True
     """False only for experiments: every candidate is promoted at once."""
     gate_every: int = Field(4, ge=1)

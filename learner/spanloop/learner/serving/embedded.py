@@ -127,7 +127,7 @@ class EmbeddedServer:
             [source.random() for _ in range(grammar.max_tokens)],
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
-            exploration=self.settings.serving.exploration,
+            exploration=body.exploration(self.settings.serving.exploration),
         )
         row = await self.batcher.submit(row)
         response_id = "chatcmpl-" + self._new_id(request)

@@ -53,6 +53,15 @@ class ChatRequest(msgspec.Struct):
     top_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    """vLLM's field for a server's own sampling arguments; here ``exploration``, the floor of this request."""
+
+    def exploration(self, default: float) -> float:
+        """The request's exploration floor. Raises SchemaError when it is out of range."""
+        asked = (self.vllm_xargs or {}).get("exploration", default)
+        if isinstance(asked, bool) or not isinstance(asked, int | float) or not 0.0 <= asked <= 0.5:
+            raise SchemaError(f"vllm_xargs.exploration = {asked!r} is out of range, expected 0 to 0.5")
+        return float(asked)
 
 
 class CompletionRequest(msgspec.Struct):
