@@ -146,8 +146,10 @@ def test_a_cut_message_is_flagged_and_what_stands_before_the_cut_is_read():
 
 def test_dropped_and_cut_attributes_are_flagged():
     assert operation_of(span("c", None, 0, 1, dropped_attributes=2)).flags == ("truncated_attributes",)
-    marked = span("c", None, 0, 1, attributes={"spanloop.flags": ["truncated:gen_ai.input.messages"]})
-    assert operation_of(marked).flags == ("truncated_attributes",)
+    cut = span("c", None, 0, 1, attributes={"spanloop.truncated": ["gen_ai.input.messages"]})
+    assert operation_of(cut).flags == ("truncated_attributes",)
+    repaired = span("c", None, 0, 1, attributes={"spanloop.flags": ["invalid_number:x"]})
+    assert operation_of(repaired).flags == ("repaired_attributes",)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,8 @@ def texts(value: Any) -> tuple[str, ...]:
 
 
 def messages(value: Any) -> tuple[Any, bool]:
-    """(value as lists and dicts, whether it could be read). JSON text is decoded; absent reads as empty."""
+    """(value as lists and dicts, whether it could be read). JSON text is decoded; absent reads as empty. A text
+    dropped as a whole was no JSON (any more): the collectors keep the structure of what they can read."""
     if isinstance(value, str):
         if not value or value[0] not in "[{":
             return [], not value
@@ -85,7 +86,9 @@ def messages(value: Any) -> tuple[Any, bool]:
             return [], False
     if value is None:
         return [], True
-    return (value, True) if isinstance(value, list | dict) else ([], False)
+    if not isinstance(value, list | dict) or "$redacted" in value:
+        return [], False
+    return value, True
 
 
 def _parts(conversation: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -149,11 +152,10 @@ def argument_hashes(arguments: Any) -> tuple[str, ...]:
 def base_fields(span: Span) -> dict[str, Any]:
     """The fields of an operation that no dialect changes."""
     flags = []
-    if span.dropped_attributes or any(
-        isinstance(flag, str) and flag.startswith(("cut", "truncated"))
-        for flag in _as_list(span.attributes.get("spanloop.flags"))
-    ):
+    if span.dropped_attributes or span.attributes.get("spanloop.truncated"):
         flags.append("truncated_attributes")
+    if span.attributes.get("spanloop.flags"):
+        flags.append("repaired_attributes")
     fields: dict[str, Any] = {
         "trace_id": span.trace_id,
         "span_id": span.span_id,
@@ -169,7 +171,3 @@ def base_fields(span: Span) -> dict[str, Any]:
     if span.links:
         fields["links"] = tuple(sorted({(link.trace_id, link.span_id) for link in span.links})[:_LINKS])
     return fields
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
