@@ -48,7 +48,7 @@ class Hyper(msgspec.Struct, frozen=True):
     """Gradients are scaled down to this norm."""
     weight_decay: float = 0.0
     weighting: str = "decision"
-    divergence: str = "forward"
+    divergence: str = "reverse"
     """Direction of the all-action divergence, forward or reverse."""
     standardise: bool = True
     """Divide account advantages by their root mean square over the batch (values keep their unit)."""

@@ -144,7 +144,7 @@ class Learner(_Section):
     in units of reward."""
     advantage: str = Field("ledger", pattern="^(ledger|group|all_action)$")
     """ledger: the token's account; group: group-relative outcome; all_action: counterfactual values of the whole menu."""
-    divergence: str = Field("forward", pattern="^(forward|reverse)$")
+    divergence: str = Field("reverse", pattern="^(forward|reverse)$")
     """all_action: direction of the divergence from the soft-greedy policy of the values (losses.py)."""
     deterministic: bool = True
     learning_share: float = Field(0.5, ge=0, le=0.9)
