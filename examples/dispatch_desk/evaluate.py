@@ -65,6 +65,7 @@ class Player:
 
     def _compute(self, queries: Sequence[game.Query]) -> None:
         import torch
+
         from spanloop.learner.serving.sampling import behaviour
         from spanloop.learner.tokenizer import ACT, BOS, PAD
 

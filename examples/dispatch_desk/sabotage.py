@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from dispatch_desk import game
+
 from spanloop.learner.policy import Artifact, load_artifact, save_artifact
 from spanloop.learner.tokenizer import ACT, BOS
 
