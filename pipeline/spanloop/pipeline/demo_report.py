@@ -1,197 +1,197 @@
-"""The demo's report: one HTML file that needs nothing else, from the figures of results.json.
-
-Everything that came from outside the program is escaped; plots are inline SVG.
-"""
+"""The demo's report: one HTML file that needs nothing else (styles and plots are in it)."""
 
 from __future__ import annotations
 
-import io
+import html
 from collections.abc import Iterable, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
-__all__ = ["write_report"]
+from spanloop.pipeline.demo_plots import decisions_plot, live_plot, throughput_plot, version_plot
 
+__all__ = ["render_report", "write_report"]
+
+DECISIONS = {
+    "O1": "triage: close, look or spawn",
+    "O2": "which skill to work",
+    "O3": "short or full brief",
+    "O4": "whom to believe",
+    "O5": "stop or go on",
+}
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem; color: #222; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-table { border-collapse: collapse; } td, th { border: 1px solid #ccc; padding: .25rem .6rem; text-align: left; }
-svg { max-width: 100%; height: auto; } .big { font-size: 1.2rem; } .note { color: #555; }
+body{font:15px/1.55 system-ui,sans-serif;color:#20242c;max-width:60rem;margin:2.5rem auto;padding:0 1.2rem}
+h1{font-size:1.7rem;margin-bottom:.2rem}h2{font-size:1.15rem;margin-top:2.4rem}
+.cards{display:flex;flex-wrap:wrap;gap:.8rem;margin:1.4rem 0}.card{border:1px solid #dde2ea;border-radius:.5rem;padding:.7rem 1rem;min-width:9.5rem}
+.card b{display:block;font-size:1.35rem}.card span{color:#667085;font-size:.85rem}
+table{border-collapse:collapse;width:100%;font-size:.92rem}td,th{text-align:left;padding:.3rem .6rem;border-bottom:1px solid #eceff3}
+th{color:#667085;font-weight:600}svg{max-width:100%;height:auto}.yes{color:#2e8b57}.no{color:#c0392b}
+code,pre{background:#f5f7fa;border-radius:.3rem;padding:.1rem .3rem}pre{padding:.7rem;overflow:auto}p.note{color:#667085;font-size:.9rem}
 """
 
 
-def _figure(width: float = 8.5, height: float = 3.6) -> tuple[Any, Any]:
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def _svg(figure: Any) -> str:
-    out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Date": None})
-    text = out.getvalue()
-    return text[text.index("<svg") :]
-
-
-def _by_version(evaluation: dict[str, Any], champions: Sequence[int]) -> str:
-    figure, axes = _figure()
-    versions = sorted(evaluation["versions"], key=int)
-    found = [evaluation["versions"][v]["return"] for v in versions]
-    x = [int(v) for v in versions]
-    mean = [r["mean"] for r in found]
-    error = [[r["mean"] - r["low"] for r in found], [r["high"] - r["mean"] for r in found]]
-    axes.errorbar(x, mean, yerr=error, marker="o", ms=4, capsize=3, color="#1f77b4", label="version, 95 %")
-    crowned = [
-        (v, evaluation["versions"][str(v)]["return"]["mean"])
-        for v in champions
-        if str(v) in evaluation["versions"]
-    ]
-    axes.scatter(
-        *zip(*crowned, strict=True),
-        s=110,
-        facecolors="none",
-        edgecolors="#d62728",
-        label="promoted",
-        zorder=3,
-    )
-    axes.axhline(evaluation["optimum"], color="#2ca02c", ls="--", label="optimum (exact)")
-    axes.axhline(evaluation["random"], color="#7f7f7f", ls=":", label="random")
-    axes.set(xlabel="policy version", ylabel="return a ticket")
-    axes.legend(fontsize=8, loc="lower right")
-    return _svg(figure)
-
-
-def _over_time(samples: Sequence[dict[str, Any]], marks: Iterable[tuple[float, str, str]]) -> str:
-    figure, axes = _figure()
-    for key, colour, label in (
-        ("champion_return", "#d62728", "champion"),
-        ("candidate_return", "#1f77b4", "candidates"),
-    ):
-        known = [s for s in samples if s[key]["count"] >= 20]
-        t = [s["t"] for s in known]
-        axes.plot(t, [s[key]["mean"] for s in known], color=colour, label=f"{label}, last 500 tickets")
-        axes.fill_between(
-            t, [s[key]["low"] for s in known], [s[key]["high"] for s in known], color=colour, alpha=0.15
-        )
-    for at, text, colour in marks:
-        axes.axvline(at, color=colour, lw=0.8)
-        axes.annotate(
-            text, (at, 1.0), xycoords=("data", "axes fraction"), fontsize=7, rotation=90, va="top", ha="right"
-        )
-    axes.set(xlabel="seconds of traffic", ylabel="return a ticket, as served")
-    axes.legend(fontsize=8, loc="lower right")
-    return _svg(figure)
-
-
-def _decisions(decisions: dict[str, Any]) -> str:
-    figure, axes = _figure(height=2.6)
-    names = sorted(decisions)
-    gains = [decisions[n]["gain"] for n in names]
-    error = [[g["mean"] - g["low"] for g in gains], [g["high"] - g["mean"] for g in gains]]
-    axes.barh(names, [g["mean"] for g in gains], xerr=error, capsize=3, color="#1f77b4")
-    axes.axvline(0.0, color="#222", lw=0.8)
-    axes.invert_yaxis()
-    axes.set(xlabel="return a ticket above the best rule that ignores the state, 95 %")
-    return _svg(figure)
-
-
-def _rates(samples: Sequence[dict[str, Any]]) -> str:
-    figure, axes = _figure(height=2.4)
-    t = [s["t"] for s in samples]
-    axes.plot(t, [s["tickets_per_s"] for s in samples], color="#1f77b4", label="tickets/s")
-    axes.plot(t, [s["lag_s"] for s in samples], color="#ff7f0e", label="lag, s")
-    axes.set(xlabel="seconds of traffic")
-    axes.legend(fontsize=8)
-    return _svg(figure)
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    cells = "".join(f"<th>{escape(h)}</th>" for h in head)
-    body = "".join("<tr>" + "".join(f"<td>{escape(str(c))}</td>" for c in row) + "</tr>" for row in rows)
-    return f"<table><tr>{cells}</tr>{body}</table>"
-
-
-def _interval(value: dict[str, float]) -> str:
+def _side(value: dict[str, float]) -> str:
     return f"{value['mean']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
 
 
-def _marks(facts: dict[str, Any], start_ns: float) -> list[tuple[float, str, str]]:
-    marks = [
-        ((p["t_ns"] - start_ns) / 1e9, f"promoted v{p['version']}", "#2ca02c")
-        for p in facts["promotions"]
-        if p["epoch"] > 1
+def _card(value: str, label: str) -> str:
+    return f'<div class="card"><b>{html.escape(value)}</b><span>{html.escape(label)}</span></div>'
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    titles = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+    lines = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><tr>{titles}</tr>{lines}</table>"
+
+
+def _yes(value: bool) -> str:
+    return f'<span class="{"yes" if value else "no"}">{"yes" if value else "no"}</span>'
+
+
+def _cards(results: dict[str, Any]) -> str:
+    totals = results["totals"]
+    injection = results["injection"]
+    cards = [
+        _card(_side(results["champion"]["f"]), f"f of the champion, v{results['champion']['version']}"),
+        _card(
+            _side(results["last_candidate"]["f"]),
+            f"f of the last candidate, v{results['last_candidate']['version']}",
+        ),
+        _card(f"{totals['tickets']:,}", f"tickets, {totals['tickets_per_s']:.1f} a second"),
+        _card(f"{totals['spans']:,}", f"spans, {totals['spans_per_s']:.0f} a second"),
+        _card(str(len([p for p in results["promotions"] if p["kind"] == "promotion"]) - 1), "promotions"),
+        _card(f"{results['durations'].get('total_s', 0) / 60:.1f} min", "in all"),
+        _card(f"{results['memory_mib'].get('sum', 0) / 1024:.1f} GiB", "peak memory, all processes"),
     ]
-    for event in facts["policy_events"]:
-        if event["type"] == "PolicyRolledBack":
-            marks.append(((event["t_ns"] - start_ns) / 1e9, f"rolled back v{event['version']}", "#9467bd"))
-    return marks
+    if injection is not None:
+        cards.append(_card(injection["outcome"], f"injected bad candidate v{injection['version']}"))
+    return f'<div class="cards">{"".join(cards)}</div>'
 
 
-def _injected(bad: dict[str, Any] | None) -> str:
-    if bad is None:
-        return "<p>No bad candidate was injected.</p>"
-    gate, canary = bad["gate"], bad["canary"]
-    lines = [
-        f"<p>Version {bad['version']} has the champion's weights except for the embedding of one word, <code>phone</code>, that no ticket "
-        "had so far. The offline gate evaluates on past orchestrations, where it acts exactly like the champion. When its canary "
-        "began, the desk opened its phone queue: an honest shift of the traffic that no log could have shown.</p>"
+def _decisions(results: dict[str, Any]) -> str:
+    rows = [
+        (
+            f"<b>{name}</b> {DECISIONS.get(name, '')}",
+            _side(found["gain"]),
+            f"{found['exact_gain']:.3f}",
+            _yes(found["beats_blind"]),
+            "<br>".join(
+                f"<code>{html.escape(words)}</code> {_rule(words, chances)}"
+                for words, chances in found["rule"].items()
+            ),
+        )
+        for name, found in results["decisions"].items()
     ]
-    if gate is not None:
-        verdict = "passed" if gate["passed"] else f"did not pass: {gate.get('reason', '')}"
-        lines.append(
-            f"<p>Gate: {escape(verdict)} (difference {gate['estimate'] / 1e6:+.4f} over {gate['n']} held-out orchestrations).</p>"
-        )
-    if canary is not None:
-        lines.append(
-            f"<p>Canary: {escape(canary['verdict'])} after {canary['n_version']} of its tickets and {canary['n_against']} of the champion's; "
-            f"difference in [{canary['lower'] / 1e6:+.3f}, {canary['upper'] / 1e6:+.3f}]. "
-            f"Rolled back: {'yes' if bad['rolled_back'] else 'no'}.</p>"
-        )
-    return "".join(lines)
+    return _table(("decision", "gain a ticket, 95 %", "exact", "beats it", "the best state-blind rule"), rows)
 
 
-def write_report(facts: dict[str, Any], path: Path) -> Path:
-    """Write the report of a finished run; returns its path."""
-    evaluation, samples = facts["evaluation"], facts["samples"]
-    champions = [p["version"] for p in facts["promotions"]]
-    begun = facts["traffic_begun_ns"]
-    champion = evaluation["versions"][str(facts["champion"])]
-    last = evaluation["versions"].get(str(facts["last_candidate"]))
-    gating = facts["gating"]
-    phone = evaluation.get("phone")
-    parts = [
-        "<h1>spanloop demo: the dispatch desk</h1>",
-        f"<p class=big>The champion v{facts['champion']} has f = <b>{_interval(champion['f'])}</b> on {evaluation['tickets']} fresh "
-        "tickets, 0 being random and 1 the exact optimum."
-        + (f" The last candidate v{facts['last_candidate']} has {_interval(last['f'])}." if last else "")
-        + "</p>",
-        f"<p>{facts['tickets']} tickets and {facts['spans']} spans in {facts['traffic_s']:.0f} s on this machine, seed {facts['seed']}; "
-        f"peak memory of all processes {facts['peak_memory_mib']} MiB.</p>",
-        "<h2>Return by version</h2>", _by_version(evaluation, champions),
-        "<h2>Return as served</h2>", _over_time(samples, _marks(facts, begun)),
-        "<h2>Each decision against its best state-blind rule</h2>", _decisions(evaluation["decisions"]),
-        "<p class=note>O1 when to spawn, O2 whom to delegate to, O3 how much to tell, O4 whose report to believe, O5 when to stop. "
-        "One decision of the champion is replaced by the best rule that does not see the state; both play the same tickets.</p>",
-        "<h2>Promotions</h2>",
-        _table(("epoch", "version", "after, s", "why"),
-               ((p["epoch"], f"v{p['version']}", f"{(p['t_ns'] - begun) / 1e9:.0f}", p["reason"]) for p in facts["promotions"])),
-        "<h2>The injected candidate</h2>", _injected(facts["injected"]),
-        (f"<p>With half of the tickets by phone the champion has f = {_interval(phone['f'])}.</p>" if phone else ""),
-        "<h2>What gating cost</h2>",
-        f"<p>{gating['tickets']} of {gating['of_tickets']} tickets were served by a champion while a better candidate was there "
-        f"(by their returns on fresh tickets); together they lost {gating['return_lost']} of return.</p>",
-        "<h2>Throughput</h2>", _rates(samples),
-        "<h2>Tickets by version</h2>",
-        _table(("version", "tickets", "mean return as served, 95 %"),
-               ((f"v{r['version']}" if r["version"] >= 0 else "mixed", r["count"], _interval(r)) for r in facts["served_by"])),
-    ]  # fmt: skip
-    page = f"<!doctype html><html lang=en><meta charset=utf-8><title>spanloop demo</title><style>{_STYLE}</style><body>"
-    path.write_text(page + "\n".join(parts) + "</body></html>\n")
-    return path
+def _rule(words: str, chances: Sequence[float]) -> str:
+    pairs = zip(words.split(), chances, strict=True)
+    return ", ".join(word if p == 1 else f"{word} {p:.3g}" for word, p in pairs if p > 0)
+
+
+def _promotions(results: dict[str, Any]) -> str:
+    rows = []
+    versions = results["evaluation"]["versions"]
+    for event in results["promotions"]:
+        value = versions.get(str(event["version"]))
+        change = (
+            f"v{event['version']}"
+            if event["kind"] == "promotion"
+            else f"v{event['version']} &rarr; v{event['to']}"
+        )
+        rows.append(
+            (
+                f"{event['t_s']:.0f} s",
+                str(event["epoch"]),
+                event["kind"],
+                change,
+                _side(value["f"]) if value else "",
+                html.escape(event["reason"]),
+            )
+        )
+    return _table(("time", "epoch", "what", "version", "f, fresh tickets", "why"), rows)
+
+
+def _injection(results: dict[str, Any]) -> str:
+    found = results["injection"]
+    if found is None:
+        return "<p>Left out (<code>--no-inject</code>).</p>"
+    gate, canary, phone = found["gate"], found["canary"], results["evaluation"]["phone"]
+    text = [
+        f"<p>v{found['version']} is a copy of the champion v{found['made_from']} in which one row of weights was changed: the embedding of "
+        f"the queue word <code>phone</code>. It is finite and valid. With <code>phone</code> on the board it closes "
+        f"{found['closes_phone_tickets_at_once']:.0%} of the tickets at once. Until then no ticket had come by phone, so on the held-out "
+        "tickets of the offline gate it acts exactly like the champion. When its canary began, the desk opened its phone queue "
+        "(half of the new tickets): a real shift of the traffic, which no offline test on past tickets could contain.</p>"
+    ]
+    rows = []
+    if gate:
+        rows.append(
+            (
+                "offline gate",
+                f"{gate['estimate']:+.4f}",
+                f"at least {gate['lower']:+.4f}",
+                str(gate["n"]),
+                _yes(gate["passed"]) + " passed",
+            )
+        )
+    if canary:
+        sides = f"[{canary['lower']:+.3f}, {canary['upper']:+.3f}]"
+        count = f"{canary['n_version']} against {canary['n_against']}"
+        rows.append(("canary", f"{canary['difference']:+.3f}", sides, count, html.escape(canary["verdict"])))
+    text.append(_table(("test", "difference to the champion", "bound", "tickets", "verdict"), rows))
+    text.append(f"<p>Outcome: <b>{html.escape(found['outcome'])}</b>.")
+    if found["ended_s"] is not None and found["phone_opened_s"] is not None:
+        text.append(f" It took {found['ended_s'] - found['phone_opened_s']:.0f} s from the first phone call.")
+    text.append("</p>")
+    if phone:
+        text.append(
+            f"<p>The champion itself never learned the word before the shift. With {phone['share']:.0%} of the tickets by phone its f is "
+            f"{_side(phone['f'])}, against {_side(results['champion']['f'])} without.</p>"
+        )
+    return "".join(text)
+
+
+def _gating(results: dict[str, Any]) -> str:
+    cost = results["gating_cost"]
+    return (
+        f"<p>{cost['tickets']:,} tickets ({cost['share']:.0%}) were served by the champion while a candidate was registered that is better by at "
+        f"least 0.01 on fresh tickets, {cost['outcome_lost_per_ticket']:.4f} of outcome for each ticket of the demo. That is hindsight: at the "
+        "time nobody could know which candidate was better, and the bad one below was among them.</p>"
+        '<p class="note">Returns of candidates that were not evaluated are taken from the line between their evaluated neighbours.</p>'
+    )
+
+
+def render_report(results: dict[str, Any]) -> str:
+    """The whole page."""
+    evaluation, totals, machine = results["evaluation"], results["totals"], results["machine"]
+    cpu = ", ".join(f"{value:.1f}" for value in totals["client_cpu_ms_per_ticket"])
+    memory = ", ".join(
+        f"{name} {value:.0f}" for name, value in results["memory_mib"].items() if name != "sum"
+    )
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>spanloop demo, seed {results["seed"]}</title><style>{_STYLE}</style></head><body>
+<h1>The dispatch desk, seed {results["seed"]}</h1>
+<p>A team of agents worked tickets while its spans and outcomes taught the policy that runs it. f is 0 for random decisions and 1 for the
+exact optimum; intervals are 95 %, on {evaluation["tickets"]:,} fresh tickets that every version met alike.</p>
+{_cards(results)}
+<h2>Return by version</h2>{version_plot(results)}
+<p class="note">As served, with the server's exploration floor of {evaluation["exploration"]:.2g}. Exact f of the champion, by dynamic programming over all boards:
+{results["champion_f_exact"]:.3f}, and {results["champion_f_exact_without_exploration"]:.3f} without that floor.</p>
+<h2>Return while it ran</h2>{live_plot(results)}
+<h2>Each decision</h2>
+<p>The champion against itself with one decision replaced by the best rule that does not see the state, on the same tickets.</p>
+{decisions_plot(results)}{_decisions(results)}
+<h2>Promotions and rollbacks</h2>{_promotions(results)}
+<h2>What gating cost</h2>{_gating(results)}
+<h2>The injected candidate</h2>{_injection(results)}
+<h2>Throughput</h2>{throughput_plot(results)}
+<p class="note">{totals["updates"]} updates, {totals["candidates"]} candidates, {totals["failed_tickets"]} failed tickets. Client CPU in ms a ticket, by process: {cpu}.
+Peak resident memory in MiB: {memory}. Machine: {machine["cpus"]} CPUs, {html.escape(machine["system"])}, Python {machine["python"]}.</p>
+</body></html>
+"""
+
+
+def write_report(results: dict[str, Any], path: Path) -> None:
+    """Render and write the page."""
+    path.write_text(render_report(results))
