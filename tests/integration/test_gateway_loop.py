@@ -265,7 +265,8 @@ async def test_bad_requests_are_openais_errors(tmp_path):
         assert spans(g.log) == []
 
 
-async def test_credentials(tmp_path):
+@pytest.mark.parametrize(("upstream_key", "goes_on"), [("ours", "Bearer ours"), ("", None)])
+async def test_credentials(tmp_path, upstream_key, goes_on):
     seen = []
 
     async def other(request):
@@ -276,7 +277,7 @@ async def test_credentials(tmp_path):
         {"key": "agent-key-1", "tenant": "t1", "role": "agent"},
         {"key": "reader-key", "tenant": "t1", "role": "reader"},
     ]
-    more = {"credentials": keys, "gateway": {"upstream_key": "ours"}}
+    more = {"credentials": keys, "gateway": {"upstream_key": upstream_key}}
     async with gateway(tmp_path, upstream=upstream_of(other), **more) as g:
         g.log.append([new_record(RoutingChanged(tenant="t1", sequence=1, champion=4))])
         await until(lambda: g.gateway.router.routing("t1"))
@@ -288,7 +289,7 @@ async def test_credentials(tmp_path):
                     assert (await answer.json())["error"]["code"] in ("invalid_api_key", "forbidden")
         (span,) = await recorded(g.log, 1)
         (record,) = g.log.read(["spans"], {}, 10)
-    assert seen == ["Bearer ours"]
+    assert seen == [goes_on]  # never the client's key of this gateway
     assert decode(record.value).tenant == "t1"
     assert span.attributes["spanloop.policy.version"] == "policy@v4"
 
