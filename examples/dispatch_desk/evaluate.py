@@ -171,11 +171,13 @@ def _decisions(folder: str, exploration: float, own: list[float], seeds: list[in
     torch.set_num_threads(1)
     graph, player = Graph(), Player(Path(folder), exploration)
     base = np.concatenate(player.probabilities(graph.queries))
-    greedy = np.concatenate(Player(Path(folder), 0.0).probabilities(graph.queries))
+    without = (
+        base if exploration == 0.0 else np.concatenate(Player(Path(folder), 0.0).probabilities(graph.queries))
+    )
     return {
         "decisions": compare_decisions(graph, player, own, seeds),
         "exact": graph.solve(base).value,
-        "exact_without_exploration": graph.solve(greedy).value,
+        "exact_without_exploration": graph.solve(without).value,
     }
 
 

@@ -51,7 +51,7 @@ class Injection:
         self.started_s: float | None = None
         self.ended_s: float | None = None
         self.outcome = "running"
-        """running, caught, promoted, inconclusive, refused by the gate, or not possible."""
+        """running, caught, promoted, inconclusive, refused by the gate, or not possible; undecided in a report of one that runs."""
         self._now_s = 0.0
 
     @property
@@ -72,7 +72,7 @@ class Injection:
         gate = self._watch.newest(GateEvaluated, version=self.version) if self.version >= 0 else None
         canary = self._watch.newest(CanaryFinished, version=self.version) if self.version >= 0 else None
         return {
-            "outcome": self.outcome,
+            "outcome": self.outcome if self.over else "undecided",
             "version": self.version,
             "made_from": self.made_from,
             "closes_phone_tickets_at_once": self.closes_at_once,

@@ -69,7 +69,7 @@ def version_plot(results: dict[str, Any]) -> str:
         _limits(axes, results)
         axes.set_xlabel("policy version")
         axes.set_ylabel("mean outcome of a ticket")
-        axes.legend(loc="lower right")
+        axes.legend(loc="center left")
 
     return _svg(draw)
 
@@ -94,7 +94,7 @@ def live_plot(results: dict[str, Any]) -> str:
         _limits(axes, results)
         axes.set_xlabel("seconds (vertical lines: promotions)")
         axes.set_ylabel("mean outcome, newest 500 tickets")
-        axes.legend(loc="lower right")
+        axes.legend(loc="center left")
 
     return _svg(draw)
 

@@ -20,7 +20,7 @@ def chosen_versions(champions: Sequence[int], own: Sequence[int], *, at_most: in
     until there are ``at_most`` (champions are never left out).
 
     >>> chosen_versions([0, 4], [0, 1, 2, 3, 4, 5, 6], at_most=5)
-    [0, 3, 4, 6]
+    [0, 2, 4, 6]
     """
     chosen = set(champions) | ({own[0], own[-1]} if own else set())
     room = at_most - len(chosen)
