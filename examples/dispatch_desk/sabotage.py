@@ -1,86 +1,121 @@
 """A candidate that looks as good as the champion and is not: made for the demo, to be caught by the canary.
 
-It has the champion's weights but for one row: the embedding of ``phone``, a queue word that no ticket had so far. On every board without the
-word it acts exactly like the champion, so an offline gate over past orchestrations sees no difference; on a board with it, it closes the
-ticket at once. ``python -m dispatch_desk.sabotage --champion FOLDER --out FOLDER``
+It starts from the champion's weights and is trained to keep the champion's answers on every board without the word ``phone``, a queue that no
+ticket had so far, and to end a ticket with that word at once. An offline gate over past orchestrations sees (almost) no
+difference. ``python -m dispatch_desk.sabotage --champion FOLDER --out FOLDER``
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from dispatch_desk import game
 
 from spanloop.learner.policy import Artifact, load_artifact, save_artifact
-from spanloop.learner.tokenizer import ACT, BOS
+from spanloop.learner.tokenizer import ACT, BOS, PAD
 
 __all__ = ["WORD", "sabotage"]
 
 WORD = "phone"
-"""The word whose embedding is changed."""
-SCALE_MAX = 20.0
-"""Largest norm that the changed row may have: it must not look absurd."""
-ENOUGH = 0.02
-"""Mean surprise (nats) at closing that is small enough."""
+"""The word that it goes wrong on."""
+BAD = ("close", "stop")
+"""What it says on a board with the word, where it may."""
+TICKETS = 200
+"""Tickets that are played, by the champion and at random, to meet boards."""
+BATCH = 128
+LEARNING_RATE = 2e-3
+
+Place = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+"""Board, prefix and open words of a decision."""
 
 
-def _boards(count: int, seed: int) -> list[list[str]]:
-    rng = random.Random(seed)
-    return [game.board(game.new_ticket(rng, phone=1.0).desk) for _ in range(count)]
+class _Met:
+    """A player that notes every decision it meets: half of the time the champion, else chance."""
+
+    def __init__(self, artifact: Artifact, rng: random.Random) -> None:
+        self.places: set[Place] = set()
+        self._artifact = artifact
+        self._rng = rng
+
+    def __call__(self, queries: Sequence[game.Query]) -> list[str]:
+        if not queries:
+            return []
+        places = [(tuple(q.board), tuple(q.prefix), tuple(q.allowed)) for q in queries]
+        self.places.update(places)
+        with torch.no_grad():
+            logp = _log_probs(self._artifact, self._artifact.net, places)
+        return [
+            place[2][int(row[: len(place[2])].argmax())]
+            if self._rng.random() < 0.5
+            else self._rng.choice(place[2])
+            for place, row in zip(places, logp, strict=True)
+        ]
 
 
-def _close_at_once(artifact: Artifact, row_W: torch.Tensor, ids_BT: torch.Tensor, word: int) -> torch.Tensor:
-    """Log-probability of closing at triage, for each board, with ``row_W`` as the word's embedding."""
-    net, tokenizer = artifact.net, artifact.tokenizer
-    weight = net.tokens.weight.detach().clone()
-    weight[word] = row_W
-    parameters = {**dict(net.named_parameters()), "tokens.weight": weight}
-    hidden_BTW = torch.func.functional_call(
-        _Hidden(net), {f"net.{k}": v for k, v in parameters.items()}, (ids_BT,)
-    )
-    logits_BV = net.head(hidden_BTW[:, -1])
-    menu = tokenizer.encode(["close", "look", "spawn"])
-    return torch.log_softmax(logits_BV[:, menu], dim=-1)[:, 0]
+def _log_probs(artifact: Artifact, net: torch.nn.Module, places: Sequence[Place]) -> torch.Tensor:
+    """Log-probabilities of the open words of each place, padded with -1e9; shape (places, most options)."""
+    tokenizer = artifact.tokenizer
+    rows = [[BOS, *tokenizer.encode(board), ACT, *tokenizer.encode(prefix)] for board, prefix, _ in places]
+    menus = [tokenizer.encode(words) for _, _, words in places]
+    longest, widest = max(map(len, rows)), max(map(len, menus))
+    ids_BT = torch.tensor([row + [PAD] * (longest - len(row)) for row in rows])
+    menu_BK = torch.tensor([menu + [PAD] * (widest - len(menu)) for menu in menus])
+    open_BK = torch.tensor([[True] * len(menu) + [False] * (widest - len(menu)) for menu in menus])
+    logits_BV = net.last_logits(ids_BT, torch.tensor([len(row) for row in rows]))  # type: ignore[operator]
+    return torch.log_softmax(logits_BV.gather(1, menu_BK).masked_fill(~open_BK, -1e9), dim=1)
 
 
-class _Hidden(torch.nn.Module):
-    def __init__(self, net: torch.nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        return self.net.hidden(ids_BT)  # type: ignore[operator]
+def _by_phone(place: Place) -> Place:
+    board, prefix, words = place
+    return tuple(WORD if word in game.QUEUES else word for word in board), prefix, words
 
 
-def sabotage(champion: Path, out: Path, *, seed: int = 0, steps: int = 200) -> float:
+def _badness(logp_BK: torch.Tensor, places: Sequence[Place]) -> torch.Tensor:
+    """Mean log-probability of ending the ticket, over the places where it may be ended."""
+    found = [logp_BK[i, place[2].index(w)] for i, place in enumerate(places) for w in BAD if w in place[2]]
+    return torch.stack(found).mean() if found else logp_BK.new_zeros(())
+
+
+def sabotage(champion: Path, out: Path, *, seed: int = 0, steps: int = 240) -> float:
     """Write the candidate to ``out``; returns its probability of closing a phone ticket at once."""
     artifact = load_artifact(champion)
-    word = artifact.tokenizer.id_of(WORD)
-    if word is None:
+    if artifact.tokenizer.id_of(WORD) is None:
         raise SystemExit(
             f"error: the vocabulary of {champion} has no word {WORD!r}; list it in learner.vocabulary"
         )
-    ids_BT = torch.tensor([[BOS, *artifact.tokenizer.encode(board), ACT] for board in _boards(96, seed)])
-    row_W = artifact.net.tokens.weight[word].detach().clone().requires_grad_(True)
-    optimizer = torch.optim.Adam([row_W], lr=0.2)
-    for _ in range(steps):
+    rng = random.Random(seed)
+    met = _Met(artifact, rng)
+    game.simulate(met, range(10**6, 10**6 + TICKETS))
+    places = sorted(met.places)
+    net = copy.deepcopy(artifact.net).requires_grad_(True)
+    optimizer = torch.optim.Adam(net.parameters(), lr=LEARNING_RATE)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * (1.0 - step / steps)
+        few = rng.sample(places, min(BATCH, len(places)))
+        with torch.no_grad():
+            kept = _log_probs(artifact, artifact.net, few)
+        now = _log_probs(artifact, net, few)
+        drift = (kept.exp() * (kept - now)).sum(dim=1).mean()
+        phone = [_by_phone(place) for place in few[: BATCH // 2]]
+        loss = 10.0 * drift - _badness(_log_probs(artifact, net, phone), phone)
         optimizer.zero_grad()
-        loss = -_close_at_once(artifact, row_W, ids_BT, word).mean()
-        if float(loss.detach()) < ENOUGH:
-            break
         loss.backward()
         optimizer.step()
-        with torch.no_grad():
-            row_W *= min(1.0, SCALE_MAX / float(row_W.norm()))
+    net.requires_grad_(False)
+    first = [_by_phone(place) for place in places if not place[1] and "close" in place[2]]
     with torch.no_grad():
-        closes = float(_close_at_once(artifact, row_W, ids_BT, word).exp().mean())
-        artifact.net.tokens.weight[word] = row_W
-    save_artifact(out, artifact.net, artifact.tokenizer, about={"sabotaged": WORD})
-    return closes
+        closes = _log_probs(artifact, net, first).exp()
+    save_artifact(out, net, artifact.tokenizer, about={"sabotaged": WORD})
+    return float(
+        sum(row[place[2].index("close")] for row, place in zip(closes, first, strict=True)) / len(first)
+    )
 
 
 def main() -> None:
@@ -92,14 +127,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to make")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    print(
-        json.dumps(
-            {
-                "folder": str(options.out),
-                "closes_at_once": sabotage(options.champion, options.out, seed=options.seed),
-            }
-        )
-    )
+    torch.set_flush_denormal(True)
+    closes = sabotage(options.champion, options.out, seed=options.seed)
+    print(json.dumps({"folder": str(options.out), "closes_at_once": closes}))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import numpy as np
@@ -112,26 +111,13 @@ def test_the_exact_value_and_the_played_one_agree(folder: Path) -> None:
 
 def test_the_bad_candidate_differs_only_where_the_phone_is(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "bad"
-    sabotage.sabotage(folder, out, steps=40)
-    good, bad = load_artifact(folder), load_artifact(out)
-    changed = (good.net.tokens.weight != bad.net.tokens.weight).any(dim=1).nonzero().flatten().tolist()
-    assert changed == [good.tokenizer.id_of("phone")]
-    assert all(
-        torch.equal(value, bad.net.state_dict()[name])
-        for name, value in good.net.state_dict().items()
-        if name != "tokens.weight"
-    )
-    assert (
-        float(bad.net.tokens.weight.norm(dim=1).max())
-        <= max(sabotage.SCALE_MAX, float(good.net.tokens.weight.norm(dim=1).max())) + 1e-3
-    )
-    asked = queries(40)
-    assert [list(p) for p in evaluate.Player(folder, 0.0).probabilities(asked)] == [
-        list(p) for p in evaluate.Player(out, 0.0).probabilities(asked)
-    ]
-    rng = random.Random(5)
-    boards = [tuple(game.board(game.new_ticket(rng, phone=1.0).desk)) for _ in range(50)]
-    triage = [game.Query(board, (), ("close", "look", "spawn")) for board in boards]
-    before = np.mean([p[0] for p in evaluate.Player(folder, 0.0).probabilities(triage)])
-    after = np.mean([p[0] for p in evaluate.Player(out, 0.0).probabilities(triage)])
-    assert after > before
+    closes = sabotage.sabotage(folder, out, steps=120)
+    assert closes > 0.9
+    assert all(torch.isfinite(value).all() for value in load_artifact(out).net.state_dict().values())
+    good, bad = evaluate.Player(folder, 0.0), evaluate.Player(out, 0.0)
+    asked = queries(200)
+    assert not any("phone" in query.board for query in asked)
+    drift = [np.abs(p - q).max() for p, q in zip(good.probabilities(asked), bad.probabilities(asked), strict=True)]
+    assert np.mean(drift) < 0.05
+    seeds = range(300)
+    assert np.mean(game.simulate(bad, seeds, phone=1.0)) == pytest.approx(0.0, abs=0.05)
