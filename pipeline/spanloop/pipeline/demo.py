@@ -41,7 +41,9 @@ __all__ = ["Options", "run_demo"]
 RESERVE_S = 65.0
 """Kept of the given minutes for stopping, evaluation and report."""
 LIVE_MIN_S = 20.0
-INJECT_BEFORE_END_S = 90.0
+INJECT_AT = 0.45
+"""Share of the live time after which the bad candidate is made: late enough for a champion worth defending, early enough
+that the learner's own versions have the end to themselves."""
 EXTRA_S = 30.0
 """A canary of the bad candidate that is still undecided at the end gets so much longer."""
 DRAIN_S = 15.0
@@ -118,7 +120,7 @@ class _Demo:
         screen = Screen(plain=self.options.plain, end_s=live_s)
         started = time.monotonic()
         self.start_ns = time.time_ns()
-        inject_at = live_s - min(INJECT_BEFORE_END_S, 0.5 * live_s)
+        inject_at = INJECT_AT * live_s
         self.system.start_clients(self.options.concurrency)
         told, ticks = 0, 0
         try:

@@ -23,7 +23,7 @@ from spanloop.schemas.events import CanaryFinished, CanaryStarted, GateEvaluated
 __all__ = ["Injection"]
 
 ATTEMPTS_MAX = 3
-REASON = "demo: the champion with one broken word"
+REASON = "demo: the champion, but for tickets of one queue"
 
 
 class Injection:
@@ -116,7 +116,7 @@ class Injection:
             return
         self.closes_at_once = json.loads(made)["closes_at_once"]
         self._say(
-            f"a bad candidate is made: v{self.made_from} with one word's embedding changed, so that it closes "
+            f"a bad candidate is made: v{self.made_from} trained to keep its answers, except that it closes "
             f"{self.closes_at_once:.0%} of tickets by phone at once (no ticket came by phone so far)"
         )
         self._policies("freeze", then=self._frozen)

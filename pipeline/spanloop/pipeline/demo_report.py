@@ -118,10 +118,10 @@ def _injection(results: dict[str, Any]) -> str:
         return "<p>Left out (<code>--no-inject</code>).</p>"
     gate, canary, phone = found["gate"], found["canary"], results["evaluation"]["phone"]
     text = [
-        f"<p>v{found['version']} is a copy of the champion v{found['made_from']} in which one row of weights was changed: the embedding of "
-        f"the queue word <code>phone</code>. It is finite and valid. With <code>phone</code> on the board it closes "
-        f"{found['closes_phone_tickets_at_once']:.0%} of the tickets at once. Until then no ticket had come by phone, so on the held-out "
-        "tickets of the offline gate it acts exactly like the champion. When its canary began, the desk opened its phone queue "
+        f"<p>v{found['version']} was made from the champion v{found['made_from']}: trained to keep its answers on every board without the "
+        f"queue word <code>phone</code>, and to end a ticket with it. It is finite and valid. It closes "
+        f"{found['closes_phone_tickets_at_once']:.0%} of phone tickets at once. Until then no ticket had come by phone, so on the held-out "
+        "tickets of the offline gate it acts like the champion. When its canary began, the desk opened its phone queue "
         "(half of the new tickets): a real shift of the traffic, which no offline test on past tickets could contain.</p>"
     ]
     rows = []
