@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["Backoff", "Child", "ChildSpec", "describe_exit"]
+__all__ = ["Backoff", "Child", "ChildSpec", "describe_exit", "die_with_parent"]
 
 RESTART_FIRST_S = 0.25
 RESTART_MAX_S = 15.0
@@ -78,7 +78,7 @@ def describe_exit(code: int) -> str:
     return f"exit code {code}"
 
 
-def _die_with_parent() -> None:  # runs between fork and exec
+def die_with_parent() -> None:  # runs between fork and exec
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
@@ -193,7 +193,7 @@ class Child:
                 env=self._environment,
                 start_new_session=True,
                 limit=_LINE_MAX,
-                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+                preexec_fn=die_with_parent if sys.platform == "linux" else None,
             )
         except OSError as exc:
             self._tail.append(f"error: cannot start {self._spec.command[0]}: {exc}")

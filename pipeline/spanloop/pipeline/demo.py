@@ -11,9 +11,11 @@ import json
 import os
 import platform
 import shutil
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +253,16 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A second Ctrl-C must not leave processes behind: stopping them takes seconds and is bounded."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def run_demo(options: Options) -> dict[str, Any]:
     """Run the demo and write its report: the results.
 
@@ -265,7 +277,8 @@ def run_demo(options: Options) -> dict[str, Any]:
     try:
         results = demo.run()
     finally:
-        demo.system.close()
+        with _uninterrupted():
+            demo.system.close()
     demo.durations["total_s"] = time.monotonic() - demo.begun
     results["durations"] = {name: round(value, 1) for name, value in demo.durations.items()}
     (options.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from spanloop.pipeline.child import die_with_parent
 from spanloop.pipeline.workspace import read_run
 from spanloop.schemas.errors import ConfigError, TerminalError
 
@@ -128,6 +129,7 @@ class System:
             process = subprocess.Popen(
                 [sys.executable, *command], env=environment, stdout=out_file, stderr=err_file,
                 stdin=subprocess.DEVNULL, start_new_session=True,
+                preexec_fn=die_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509
             )  # fmt: skip
         return process, out, err
 
