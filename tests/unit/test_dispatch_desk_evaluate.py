@@ -109,15 +109,23 @@ def test_the_exact_value_and_the_played_one_agree(folder: Path) -> None:
     assert outcomes["low"] - 0.01 <= exact <= outcomes["high"] + 0.01
 
 
-def test_the_bad_candidate_differs_only_where_the_phone_is(folder: Path, tmp_path: Path) -> None:
+def test_the_bad_candidate_keeps_its_answers_but_for_the_phone(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "bad"
-    closes = sabotage.sabotage(folder, out, steps=120)
-    assert closes > 0.9
-    assert all(torch.isfinite(value).all() for value in load_artifact(out).net.state_dict().values())
+    sabotage.sabotage(folder, out, steps=60)
     good, bad = evaluate.Player(folder, 0.0), evaluate.Player(out, 0.0)
-    asked = queries(200)
-    assert not any("phone" in query.board for query in asked)
-    drift = [np.abs(p - q).max() for p, q in zip(good.probabilities(asked), bad.probabilities(asked), strict=True)]
-    assert np.mean(drift) < 0.05
-    seeds = range(300)
-    assert np.mean(game.simulate(bad, seeds, phone=1.0)) == pytest.approx(0.0, abs=0.05)
+    assert all(bool(torch.isfinite(t).all()) for t in load_artifact(out).net.state_dict().values())
+    asked = queries(40)
+    pairs = zip(good.probabilities(asked), bad.probabilities(asked), strict=True)
+    drift = np.mean([float((p * np.log(p / q)).sum()) for p, q in pairs])
+    by_phone = [q for q in queries(40, phone=1.0) if set(q.allowed) & set(sabotage.BAD)]
+
+    def ends(player: evaluate.Player) -> float:
+        found = zip(by_phone, player.probabilities(by_phone), strict=True)
+        return float(
+            np.mean(
+                [sum(p for w, p in zip(q.allowed, ps, strict=True) if w in sabotage.BAD) for q, ps in found]
+            )
+        )
+
+    assert ends(bad) > ends(good) + 0.1
+    assert drift < 0.1

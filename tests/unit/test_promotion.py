@@ -147,6 +147,15 @@ def test_injected_goes_first_and_is_tried_once() -> None:
     assert 3 in undecided.retired
 
 
+def test_an_injected_version_is_gated_before_a_waiting_own_version_gets_the_canary() -> None:
+    events = [*BOOT, candidate(2), gate(2), candidate(3, batch=2, injected="demo")]
+    assert after(*events).ready == 2
+    assert decide(after(*events), READY, SETTINGS) == EvaluateGate(3, 0)
+    assert decide(after(*events), Facts(heldout=5), SETTINGS) == StartCanary(2)
+    assert decide(after(*events, gate(3)), READY, SETTINGS) == StartCanary(3)
+    assert decide(after(*events, gate(3, passed=False)), READY, SETTINGS) == StartCanary(2)
+
+
 def test_a_passed_injected_version_is_gated_again_when_the_champion_changed() -> None:
     events = [*BOOT, candidate(2), gate(2), started(0, 2), candidate(3, batch=2, injected="demo"), gate(3)]
     assert after(*events).queue == (3,)

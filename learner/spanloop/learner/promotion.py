@@ -306,10 +306,15 @@ def decide(state: PromotionState, facts: Facts, settings: Learner) -> Action | N
         barred = state.retired | facts.unroutable
         newest = max((v for v in state.versions if v not in barred), default=-1)
         return Promote(newest, "gate is off") if newest > state.champion else None
-    for version in (*state.queue, state.ready):
-        if version >= 0 and version not in facts.unroutable:
+    for version in state.queue:
+        if version not in facts.unroutable:
             return StartCanary(version)
-    return _gate_action(state, facts, settings)
+    waiting = _gate_action(state, facts, settings)
+    if isinstance(waiting, EvaluateGate) and waiting.version in state.ungated:
+        return waiting  # put there by hand: its gate comes before the canary of an own version
+    if state.ready >= 0 and state.ready not in facts.unroutable:
+        return StartCanary(state.ready)
+    return waiting
 
 
 def _canary_action(
@@ -370,7 +375,9 @@ def exploration_floor(settings: Learner, batch: int) -> float:
     [0.3, 0.3, 0.2, 0.1, 0.1]
     """
     done = min(1.0, max(0, batch - 1) / max(1, settings.exploration_updates - 1))
-    return round(settings.exploration_start + (settings.exploration_end - settings.exploration_start) * done, 6)
+    return round(
+        settings.exploration_start + (settings.exploration_end - settings.exploration_start) * done, 6
+    )
 
 
 def desired_routing(
@@ -394,7 +401,9 @@ def desired_routing(
         champion=state.champion,
         learner=learner if learning_share > 0.0 else -1,
         learning_share=learning_share,
-        exploration=exploration_floor(settings, state.versions[learner].batch) if learning_share > 0.0 else 0.0,
+        exploration=exploration_floor(settings, state.versions[learner].batch)
+        if learning_share > 0.0
+        else 0.0,
         canary=canary,
         canary_share=canary_share,
         champion_share_min=round(1.0 - learning_share - canary_share, 6),
