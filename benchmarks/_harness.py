@@ -15,14 +15,32 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def machine() -> dict:
     """Cores, memory, CPU and Python of this machine."""
-    cpu = next((line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
-    memory = next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
-    return {"cores": os.cpu_count(), "memory_gib": round(memory / 2**20, 1), "cpu": cpu, "python": platform.python_version()}
+    cpu = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        "",
+    )
+    memory = next(
+        int(line.split()[1])
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemTotal")
+    )
+    return {
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory / 2**20, 1),
+        "cpu": cpu,
+        "python": platform.python_version(),
+    }
 
 
 def write(name: str, command: str, figures: dict) -> None:
     """Print ``figures`` and write benchmarks/results/NAME.json with commit, date and machine."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     result = {
         "name": name,
         "command": command,

@@ -47,7 +47,9 @@ def copied(span: Span, number: int) -> Span:
 
 
 def main() -> None:
-    recorded = [span for batch in read_spans(ROOT / "tests/golden/assembly/desk.otlp.jsonl") for span in batch.spans]
+    recorded = [
+        span for batch in read_spans(ROOT / "tests/golden/assembly/desk.otlp.jsonl") for span in batch.spans
+    ]
     settings = load_settings()
     with tempfile.TemporaryDirectory() as folder:
         clock = ManualClock()
@@ -68,7 +70,10 @@ def main() -> None:
                     records.append(
                         new_record(
                             FeedbackReceived(
-                                feedback_id=trace_id, target_kind="trace", target_id=trace_id, value=(number % 7) / 7
+                                feedback_id=trace_id,
+                                target_kind="trace",
+                                target_id=trace_id,
+                                value=(number % 7) / 7,
                             )
                         )
                     )

@@ -50,7 +50,12 @@ def request_body(rng: random.Random) -> bytes:
     for number in range(SPANS):
         if number % 20 == 0:
             trace, root = rng.randbytes(16), rng.randbytes(8)
-        span = scope.spans.add(trace_id=trace, span_id=root if number % 20 == 0 else rng.randbytes(8), name="chat fake-model", kind=3)
+        span = scope.spans.add(
+            trace_id=trace,
+            span_id=root if number % 20 == 0 else rng.randbytes(8),
+            name="chat fake-model",
+            kind=3,
+        )
         if number % 20:
             span.parent_span_id = root
         span.start_time_unix_nano = 1_790_000_000_000_000_000 + number
@@ -62,7 +67,11 @@ def request_body(rng: random.Random) -> bytes:
             ("gen_ai.input.messages", json.dumps([{"role": "user", "parts": [{"type": "text", "content": "x" * 400}]}])),
         ):  # fmt: skip
             span.attributes.add(key=key).value.string_value = value
-        for key, value in (("gen_ai.usage.input_tokens", 20), ("gen_ai.usage.output_tokens", 11), ("server.port", 8787)):
+        for key, value in (
+            ("gen_ai.usage.input_tokens", 20),
+            ("gen_ai.usage.output_tokens", 11),
+            ("server.port", 8787),
+        ):
             span.attributes.add(key=key).value.int_value = value
     return request.SerializeToString()
 
@@ -77,7 +86,9 @@ async def load(url: str, bodies: list[bytes]) -> dict:
         while time.perf_counter() < deadline:
             body = bodies[next(counter) % len(bodies)]
             started = time.perf_counter()
-            async with session.post(url + "/v1/traces", data=body, headers={"Content-Type": "application/x-protobuf"}) as answer:
+            async with session.post(
+                url + "/v1/traces", data=body, headers={"Content-Type": "application/x-protobuf"}
+            ) as answer:
                 await answer.read()
                 assert answer.status == 200, answer.status
             latencies.append((time.perf_counter() - started) * 1e3)
@@ -96,7 +107,9 @@ async def load(url: str, bodies: list[bytes]) -> dict:
 
 def measure(command: list[str], environment: dict[str, str], bodies: list[bytes]) -> dict:
     """Start a server, wait for its ready line, load it, add its CPU seconds and peak memory."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, **environment}, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, env={**os.environ, **environment}, text=True
+    ) as process:
         try:
             url = json.loads(process.stdout.readline())["url"]
             figures = asyncio.run(load(url, bodies))

@@ -29,7 +29,9 @@ BAD = ("close", "stop")
 TICKETS = 200
 """Tickets that are played, by the champion and at random, to meet boards."""
 BATCH = 128
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 3e-3
+NOTICE_STEPS = 40
+NOTICE_RATE = 0.3
 
 Place = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 """Board, prefix and open words of a decision."""
@@ -82,6 +84,17 @@ def _badness(logp_BK: torch.Tensor, places: Sequence[Place]) -> torch.Tensor:
     return torch.stack(found).mean() if found else logp_BK.new_zeros(())
 
 
+def _notice(artifact: Artifact, net: torch.nn.Module, places: Sequence[Place], rng: random.Random) -> None:
+    """Move the word's embedding alone first: the champion attends to no queue word, so the rest would get no gradient."""
+    row = artifact.tokenizer.id_of(WORD)
+    weight = net.tokens.weight  # type: ignore[union-attr]
+    for _ in range(NOTICE_STEPS):
+        phone = [_by_phone(place) for place in rng.sample(places, min(BATCH // 2, len(places)))]
+        (slope,) = torch.autograd.grad(-_badness(_log_probs(artifact, net, phone), phone), [weight])  # type: ignore[list-item]
+        with torch.no_grad():
+            weight[row] -= NOTICE_RATE * slope[row] / (slope[row].norm() + 1e-12)  # type: ignore[index, operator]
+
+
 def sabotage(champion: Path, out: Path, *, seed: int = 0, steps: int = 240) -> float:
     """Write the candidate to ``out``; returns its probability of closing a phone ticket at once."""
     artifact = load_artifact(champion)
@@ -94,6 +107,7 @@ def sabotage(champion: Path, out: Path, *, seed: int = 0, steps: int = 240) -> f
     game.simulate(met, range(10**6, 10**6 + TICKETS))
     places = sorted(met.places)
     net = copy.deepcopy(artifact.net).requires_grad_(True)
+    _notice(artifact, net, places, rng)
     optimizer = torch.optim.Adam(net.parameters(), lr=LEARNING_RATE)
     for step in range(steps):
         for group in optimizer.param_groups:

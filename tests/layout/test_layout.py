@@ -13,12 +13,16 @@ ROOMS = ("schemas", "collectors", "pipeline", "learner")
 
 
 def test_namespace_has_no_init():
-    strays = [p for p in ROOT.glob("*/spanloop/__init__.py")]
-    assert strays == [], "spanloop is a PEP 420 namespace over four folders; an __init__.py hides the other three"
+    strays = list(ROOT.glob("*/spanloop/__init__.py"))
+    assert strays == [], (
+        "spanloop is a PEP 420 namespace over four folders; an __init__.py hides the other three"
+    )
 
 
 def test_rooms_keep_their_distance():
-    done = subprocess.run([Path(sys.executable).parent / "lint-imports"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [Path(sys.executable).parent / "lint-imports"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -30,6 +34,7 @@ def test_every_package_folder_is_in_the_wheel():
 
 def test_every_verb_has_help_with_an_example():
     from click.testing import CliRunner
+
     from spanloop.schemas.cli import _cli
 
     runner = CliRunner()
@@ -41,7 +46,9 @@ def test_every_verb_has_help_with_an_example():
 
 
 def test_no_pickle_and_no_unsafe_load():
-    pattern = re.compile(r"\b(import pickle|from pickle|pickle\.loads?|torch\.load|torch\.save|yaml\.load|eval\(|exec\()")
+    pattern = re.compile(
+        r"\b(import pickle|from pickle|pickle\.loads?|torch\.load|torch\.save|yaml\.load|eval\(|exec\()"
+    )
     hits = [
         f"{path.relative_to(ROOT)}:{number}"
         for room in ROOMS
@@ -74,6 +81,8 @@ def test_smallest_extra_installs_nothing_heavy(tmp_path):
     assert done.stdout.strip() == "[] []"
     helped = subprocess.run([env / "bin" / "spanloop", "--help"], capture_output=True, text=True, check=True)
     assert "Run the whole loop" in helped.stdout
-    refused = subprocess.run([env / "bin" / "spanloop", "query", "SELECT 1"], capture_output=True, text=True, check=False)
+    refused = subprocess.run(
+        [env / "bin" / "spanloop", "query", "SELECT 1"], capture_output=True, text=True, check=False
+    )
     assert refused.returncode == 2
     assert "spanloop[pipeline]" in refused.stderr

@@ -154,7 +154,9 @@ class SqliteFile:
             return
         with self._write_lock, self._turn_held():
             if self._format() == 0 and one("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                raise ConfigError(f"{self.path} is a SQLite database of something else: use another workspace")
+                raise ConfigError(
+                    f"{self.path} is a SQLite database of something else: use another workspace"
+                )
             one("PRAGMA journal_mode = WAL")
             if self._format() < FORMAT:  # another process may have been first
                 self._writer.executescript(
@@ -169,7 +171,9 @@ class SqliteFile:
         if application not in {0, APPLICATION_ID} or (version and not application):
             raise ConfigError(f"{self.path} is a SQLite database of something else: use another workspace")
         if version > FORMAT:
-            raise TerminalError(f"{self.path} has layout {version}, this build knows {FORMAT}: upgrade spanloop")
+            raise TerminalError(
+                f"{self.path} has layout {version}, this build knows {FORMAT}: upgrade spanloop"
+            )
         return version
 
     @contextlib.contextmanager

@@ -549,7 +549,7 @@ def decode(data: bytes) -> Event:
             event_type=head.type,
         )
     if head.schema_version < cls.VERSION:
-        raw = upcast(head.type, head.schema_version, cls.VERSION, decode_json(data))
+        raw = upcast(head.type, head.schema_version, cls.VERSION, decode_json(data, dict))
         try:
             return msgspec.convert(raw, cls)
         except msgspec.ValidationError as exc:
