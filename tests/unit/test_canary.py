@@ -105,3 +105,35 @@ def test_false_promotions() -> None:
     print("equal arms:", {v: results.count(v) for v in sorted(set(results))})
     assert results.count("promote") <= 10
     assert results.count("reject") <= 10
+
+
+def test_the_control_variate_does_not_depend_on_the_policy() -> None:
+    """Two versions meet the same starts; the bad one closes at once, which its own baseline foresees. The canary must see it."""
+    from types import SimpleNamespace
+
+    from spanloop.learner.evaluation import Evaluation
+    from spanloop.schemas.events import CanaryStarted, Sample, SamplesBuilt
+    from spanloop.schemas.settings import Learner
+
+    made = Evaluation(
+        Learner(canary_min=20),
+        exploration=0.0,
+        floor=lambda v: 0.0,
+        load=lambda v: SimpleNamespace(),
+        vocabulary_size=9,
+        context=8,
+    )  # type: ignore[arg-type]
+    canary = CanaryStarted(canary=0, version=2, against=1, share=0.3, from_offset=-1)
+    made.watch(canary)
+    for number in range(200):
+        bad = number % 2 == 0
+        row = Sample(f"c{number}", "a", "r", f"policy@v{2 if bad else 1}", (1,), (2,), (-0.1,), (0,), ("t",),
+                     menu_values=((0, 400_000),))  # fmt: skip
+        reward = 0 if bad else 350_000 + 100_000 * (-1) ** (number // 2)
+        made.add(
+            SamplesBuilt(orchestration_id=f"o{number}", revision=1, group="g", harness="h", reward=reward,
+                         baseline=0 if bad else 350_000, value_model="v", holdout=False, rows=(row,)), number,
+        )  # fmt: skip
+    verdict = made.canary_verdict(1.0)
+    assert verdict is not None
+    assert verdict.verdict == "reject"

@@ -3,7 +3,7 @@
 Place: ``promotion`` starts a canary for what passed the gate; the trainer feeds both arms from the samples topic. An arm
 holds the orchestrations whose every call was answered by its version, newest revision only.
 
-How: each orchestration counts its reward minus the learned baseline (known before the first decision, so its mean does not
+How: each orchestration counts its reward minus the value of its start (known before the first decision, so its mean does not
 differ between arms; only the variance falls). The bounds are one-sided asymptotic confidence sequences with a
 normal mixture: valid at all sample sizes at once, so stopping at the first crossing keeps the error rate.
 
@@ -54,7 +54,7 @@ def tuned_rho2(count: float, alpha: float) -> float:
 
 
 class Arm:
-    """Gains of one arm: orchestration id -> (revision, reward - baseline in micro-units). Sums are integers: exact."""
+    """Gains of one arm: orchestration id -> (revision, reward - value of the start, micro-units). Sums are integers: exact."""
 
     def __init__(self) -> None:
         self._gains: dict[str, tuple[int, int]] = {}

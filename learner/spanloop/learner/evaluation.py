@@ -25,11 +25,12 @@ from spanloop.learner.gate import ORCHESTRATIONS_MIN, GateVerdict, judge
 from spanloop.learner.losses import taken
 from spanloop.learner.policy import PolicyNet
 from spanloop.learner.update import TensorBatch
+from spanloop.schemas.canonical import MICRO
 from spanloop.schemas.events import CanaryStarted, SamplesBuilt
 from spanloop.schemas.ids import policy_number
 from spanloop.schemas.settings import Learner
 
-__all__ = ["HELDOUT_MAX", "LOGGERS_MAX", "LOGGER_LAG_MAX", "Evaluation", "versions_of"]
+__all__ = ["HELDOUT_MAX", "LOGGERS_MAX", "LOGGER_LAG_MAX", "Evaluation", "start_value", "versions_of"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -57,6 +58,21 @@ class _Held(msgspec.Struct):
     """Log-probability of all decisions under a version and floor."""
     logger: Logger | None = None
     """Which of the two floors explains what was logged; None: neither."""
+
+
+def start_value(built: SamplesBuilt) -> int:
+    """What the value model says of the start, micro-units: the best open option of the first decision; 0 without a model.
+
+    A control variate has to be the same whatever the policy does. The ledger's baseline is not: it is the mean over
+    the menu under the policy that acted, so it takes away just what a better (or worse) policy adds.
+
+    >>> from spanloop.schemas.events import Sample
+    >>> row = Sample("c", "a", "r", "p@v1", (1,), (2,), (-0.1,), (0,), ("t",), menu_values=((10, 30),))
+    >>> made = dict(orchestration_id="o", revision=1, group="g", harness="h", reward=5, baseline=9, value_model="v", holdout=False)
+    >>> start_value(SamplesBuilt(**made, rows=(row,))), start_value(SamplesBuilt(**made, rows=()))
+    (30, 0)
+    """
+    return next((max(values) for row in built.rows for values in row.menu_values if len(values) > 1), 0)
 
 
 def versions_of(built: SamplesBuilt) -> frozenset[int]:
@@ -114,7 +130,7 @@ class Evaluation:
         if isinstance(rollout, str) or len(rollout.versions) != 1:
             return
         logged = math.fsum(d.behaviour for c in rollout.calls for d in c.decisions)
-        gain = rollout.reward - rollout.baseline
+        gain = (built.reward - start_value(built)) / MICRO
         self._held[built.orchestration_id] = _Held(rollout, rollout.versions[0], gain, logged)
         while len(self._held) > HELDOUT_MAX:
             self._held.popitem(last=False)
@@ -126,7 +142,7 @@ class Evaluation:
             test.add(
                 built.orchestration_id,
                 built.revision,
-                built.reward - built.baseline,
+                built.reward - start_value(built),
                 candidate=canary.version in versions,
             )
         else:

@@ -5,7 +5,7 @@ Place: ``promotion`` asks it for the newest candidate; only what passes gets a c
 How: an orchestration was acted by one *logger* version; its probability under a version is the product over its decisions
 of the served (exploration-floored) probabilities. Over several loggers the balance heuristic weighs an orchestration by
 ``pi / sum_k (n_k / n) mu_k``, which stays bounded where any logger covers it. Candidate and champion are estimated
-on the *same* orchestrations, each with its own self-normalised weights, and the learned baseline as control variate,
+on the *same* orchestrations, each with its own self-normalised weights, and the value of the start as control variate,
 so what the two have in common cancels. The bound is on the mean of the paired influence values, one for each
 orchestration (the cluster), never for spans or tokens.
 
@@ -179,7 +179,7 @@ def evaluate(
         champion_N: The same under the champion.
         loggers_NK: The same under every logger.
         logger_N: Index of the logger that acted it.
-        gains_N: Reward minus learned baseline (the baseline is known before the first decision).
+        gains_N: Reward minus the value of the start (known before the first decision).
     """
     shares_K = np.bincount(logger_N, minlength=loggers_NK.shape[1]) / len(logger_N)
     w_new, w_old = (balance_weights(t, loggers_NK, shares_K) for t in (candidate_N, champion_N))
