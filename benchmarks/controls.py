@@ -198,6 +198,8 @@ def main() -> None:
     parser.add_argument("--workspace", type=Path, default=ROOT / "demo-out" / "workspace")
     parser.add_argument("--no-live", action="store_true")
     options = parser.parse_args()
+    if not (options.workspace / "spanloop.db").exists():
+        sys.exit(f"no workspace {options.workspace}: run `make demo` first, or name one with --workspace")
     with tempfile.TemporaryDirectory() as folder:
         made = {0: replayed(options.workspace, Path(folder) / "credit", None)}
         for seed in range(1, PERMUTATIONS + 1):

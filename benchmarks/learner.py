@@ -7,6 +7,7 @@ Run: .venv/bin/python benchmarks/learner.py --workspace demo-out/workspace
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -30,6 +31,8 @@ def main() -> None:
     )
     parser.add_argument("--workspace", type=Path, default=ROOT / "demo-out" / "workspace")
     options = parser.parse_args()
+    if not (options.workspace / "spanloop.db").exists():
+        sys.exit(f"no workspace {options.workspace}: run `make demo` first, or name one with --workspace")
     with closing(SqliteLog(options.workspace / "spanloop.db")) as log:
         events = read_policies(log, "default", "policy")
         state = fold(events)
