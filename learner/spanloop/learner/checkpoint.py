@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
 import secrets
 import shutil
@@ -26,6 +25,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from spanloop.learner.durable import sync_folder, write_durably
 from spanloop.schemas.canonical import canonical_json, decode_json
 from spanloop.schemas.errors import SchemaError, TerminalError, TransientError
 
@@ -99,13 +99,13 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
     sealed = _Sealed(hashlib.sha256(data).hexdigest(), checkpoint.state)
     try:
         building.mkdir(parents=True)
-        _write(building / _TENSORS, data)
-        _write(building / _STATE, canonical_json(sealed))
-        _sync_folder(building)
+        write_durably(building / _TENSORS, data)
+        write_durably(building / _STATE, canonical_json(sealed))
+        sync_folder(building)
         if final.exists():
             shutil.rmtree(final)
         building.rename(final)
-        _sync_folder(folder)
+        sync_folder(folder)
     except OSError as exc:
         shutil.rmtree(building, ignore_errors=True)
         raise TransientError(
@@ -151,18 +151,3 @@ def _tidy(folder: Path) -> None:
 
 def _serialise(tensors: Mapping[str, Tensor]) -> bytes:
     return save_tensors({name: tensors[name].detach().contiguous().cpu() for name in sorted(tensors)})
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

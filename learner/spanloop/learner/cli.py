@@ -248,6 +248,9 @@ def rollback(context: click.Context, to: str, reason: str, wait: float) -> None:
 @click.pass_context
 def inject(context: click.Context, path: Path, reason: str, wait: float) -> None:
     """Make the artifact folder PATH a candidate: next in line for gate and canary."""
+    from spanloop.learner.policy import read_manifest
+
+    read_manifest(path)  # a folder of something else is refused here, not when a learner next runs
     _ask(context.obj, "inject", str(path.resolve()), reason, wait)
 
 
@@ -281,7 +284,8 @@ def _ask(place: _Place, kind: str, argument: str, reason: str, wait: float) -> N
         answer = _answer(log, command, appended.offset, wait)
     if answer is None:
         raise TransientError(
-            f"{kind} is on the log, but no learner took it within {wait:.0f} s; it will when `spanloop up` runs"
+            f"{kind} is on the log, but no learner took it within {wait:.0f} s; it will when `spanloop up` runs: "
+            "do not repeat it"
         )
     if place.as_json:
         _print_json(answer)

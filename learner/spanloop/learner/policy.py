@@ -11,7 +11,6 @@ Legend of suffixes: B rows, T positions, V vocabulary, W width, H heads.
 from __future__ import annotations
 
 import hashlib
-import os
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 from torch.nn import functional
 
+from spanloop.learner.durable import sync_folder, write_durably
 from spanloop.learner.tokenizer import Tokenizer
 from spanloop.schemas.canonical import canonical_json, decode_json
 from spanloop.schemas.errors import ConfigError, SchemaError, TerminalError
@@ -180,14 +180,14 @@ def save_artifact(
     building = folder.parent / f".building-{folder.name}-{secrets.token_hex(4)}"
     building.mkdir()
     try:
-        _write(building / WEIGHTS, weights)
-        _write(building / MANIFEST, canonical_json(manifest))
-        _sync_folder(building)
+        write_durably(building / WEIGHTS, weights)
+        write_durably(building / MANIFEST, canonical_json(manifest))
+        sync_folder(building)
         building.rename(folder)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
-    _sync_folder(folder.parent)
+    sync_folder(folder.parent)
     return sha256
 
 
@@ -250,18 +250,3 @@ def _unfilled(config: PolicyConfig) -> PolicyNet:
     """A network whose values will be replaced. (The meta device would import half of torch: 1.5 s.)"""
     with torch.random.fork_rng(devices=[]):
         return PolicyNet(config)
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -58,7 +58,8 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", k
 
     @property
     def event_id(self) -> str:
-        raise NotImplementedError
+        """By default every different content is a fact of its own."""
+        return digest(self.TOPIC, canonical_json(self))
 
     @property
     def key(self) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 from spanloop.schemas.errors import ConfigError
 
@@ -269,6 +269,8 @@ def load_settings(path: Path | None = None, flags: dict[str, Any] | None = None)
             ) from exc
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
             raise ConfigError(f"{path} is not valid TOML: {exc}") from exc
+        except OSError as exc:
+            raise ConfigError(f"cannot read the settings file {path}: {exc.strerror or exc}") from exc
     try:
         settings = Settings(**data)
         if flags:
@@ -282,6 +284,11 @@ def load_settings(path: Path | None = None, flags: dict[str, Any] | None = None)
         where = f" in {path}" if path else ""
         raise ConfigError(
             "settings are wrong" + where + " (or SPANLOOP_ variables):\n" + "\n".join(lines)
+        ) from exc
+    except SettingsError as exc:
+        raise ConfigError(
+            f"a SPANLOOP_ variable is wrong: {exc}; a whole section or a list is given as JSON, one setting as "
+            "SPANLOOP_SECTION__NAME=value"
         ) from exc
     return settings
 
