@@ -101,7 +101,7 @@ def test_disk_full_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.Monke
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoints, "_write", full)
+    monkeypatch.setattr(checkpoints, "write_durably", full)
     with pytest.raises(TransientError, match="No space left"):
         save(tmp_path, at(2, updater))
     assert [p.name for p in tmp_path.iterdir()] == ["batch-00000001"]

@@ -74,7 +74,7 @@ def test_a_crash_while_writing_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(policy, "_sync_folder", disk_full)
+        patch.setattr(policy, "sync_folder", disk_full)
         with pytest.raises(OSError, match="No space"):
             save_artifact(tmp_path / "policy@v1", net(1), TOKENIZER)
     assert list(tmp_path.iterdir()) == []
