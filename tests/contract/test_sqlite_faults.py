@@ -295,3 +295,8 @@ def test_driver_errors_become_ours(tmp_path, name, family):
     assert "spanloop.db" in ours.message
     assert "driver text" in ours.message
     assert ours.attributes["code"] == name
+
+
+def test_a_text_that_is_not_utf8_is_damage(tmp_path):
+    exc = sqlite3.OperationalError("Could not decode to UTF-8 column 'NULL' with text 'c/'")
+    assert "it is damaged" in sqlite_file.translate(exc, tmp_path / "spanloop.db").message

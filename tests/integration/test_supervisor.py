@@ -16,7 +16,7 @@ import pytest
 
 from spanloop.pipeline import child, workspace
 from spanloop.pipeline.child import Backoff, describe_exit
-from spanloop.pipeline.supervisor import MODULES, STOP_ORDER, child_specs
+from spanloop.pipeline.supervisor import MODULES, STOP_ORDER, child_specs, supervise
 from spanloop.pipeline.workspace import SERVERS, WorkspaceLock, claim_ports, port_holder
 from spanloop.schemas.errors import ConfigError
 from spanloop.schemas.settings import load_settings
@@ -251,16 +251,26 @@ def test_one_port_for_two_servers_is_refused(tmp_path):
 
 
 def test_settings_and_without_decide_what_runs(tmp_path):
-    names = [spec.name for spec in child_specs(load_settings(), None, [])]
+    words: dict[str, object] = {"vocabulary": ("a",)}
+    names = [spec.name for spec in child_specs(load_settings(None, {"learner": words}), None, [])]
     assert names == list(MODULES)
+    names = [spec.name for spec in child_specs(load_settings(), None, [])]
+    assert names == [
+        name for name in MODULES if name not in ("serving", "learner")
+    ]  # no policy without words
     config = tmp_path / "spanloop.toml"
-    specs = child_specs(load_settings(None, {"learner": {"enabled": False}}), config, ["gateway"])
+    specs = child_specs(load_settings(None, {"learner": {**words, "enabled": False}}), config, ["gateway"])
     assert [spec.name for spec in specs] == ["collector", "pipeline", "serving"]
     assert specs[0].command == (sys.executable, "-m", "spanloop.collectors.receiver", "--config", str(config))
     with pytest.raises(ConfigError, match="no such process"):
         child_specs(load_settings(), None, ["colector"])
     with pytest.raises(ConfigError, match="nothing to run"):
         child_specs(load_settings(), None, list(MODULES))
+
+
+def test_a_status_file_that_cannot_be_written_is_told_at_the_start(tmp_path):
+    with pytest.raises(ConfigError, match="--status-file"):
+        supervise(load_settings(), None, status_file=tmp_path / "none" / "status.json", on_ready=print)
 
 
 def test_backoff_grows_is_bounded_resets_and_ends():

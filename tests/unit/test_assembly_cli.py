@@ -153,3 +153,12 @@ def test_traces_for_reading_and_its_limit(workspace):
 def test_traces_of_no_workspace_says_so(tmp_path):
     with pytest.raises(ConfigError):
         run(traces, "--workspace", tmp_path / hex32(1))
+
+
+@pytest.mark.parametrize("text", ["", " \n\n \n", '{"resourceSpans": []}'])
+def test_a_file_without_spans_says_so(tmp_path, text):
+    path = tmp_path / "empty.jsonl"
+    path.write_text(text)
+    done = run(assemble, path)
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert "holds no spans" in done.stderr

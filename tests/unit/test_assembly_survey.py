@@ -116,6 +116,7 @@ def test_the_formats_own_example_round_trips():
 
 def test_what_is_no_survey_trace():
     assert is_survey(EXAMPLE)
+    assert is_survey({k: v for k, v in EXAMPLE.items() if k != "edges"})
     assert not is_survey({"resourceSpans": []})
     assert not is_survey([EXAMPLE])
 
@@ -135,6 +136,10 @@ def test_what_is_no_survey_trace():
         ({"events": [7]}, "events[0]"),
         ({"edges": [{"src": "e1"}]}, "edges[0]"),
         ({"edges": [{"src": "e1", "dst": "e2", "type": "love"}]}, "love"),
+        ({"edges": [{"src": "e1", "dst": "e9", "type": "causal"}]}, "edges[0].dst is 'e9'"),
+        ({"edges": [{"src": "", "dst": "e1", "type": "causal"}]}, "edges[0].src is ''"),
+        ({"events": [EXAMPLE["events"][0]] * 2, "edges": []}, "events[1].id is 'e1'"),
+        ({"edges": None, "drop": "edges"}, "edges"),
     ],
 )
 def test_errors_name_what_is_wrong(change, word):

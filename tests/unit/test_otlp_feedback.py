@@ -122,3 +122,11 @@ def test_case_34_unknown_targets_are_accepted_and_bad_ids_are_not() -> None:
     parsed = _parse(_case_items(found["feedback"]))
     assert len(parsed.rejected) == found["checks"]["rejected_feedback"]
     assert [e.target_kind for e in parsed.events] == ["trace", "trace", "span"]
+
+
+@pytest.mark.parametrize("extreme", ["9999-12-31T23:59:59-14:00", "0001-01-01T00:00:00+14:00"])
+def test_a_time_at_the_end_of_the_calendar_is_refused_alone(extreme: str) -> None:
+    item = {"trace_id": TRACE, "value": 1}
+    parsed = _parse([item, {**item, "observed_at": extreme}])
+    assert len(parsed.events) == 1
+    assert "observed_at" in parsed.rejected[0]["reason"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -97,3 +98,9 @@ def test_empty_and_missing_files(tmp_path: Path) -> None:
 def test_specification_example_with_upper_case_ids() -> None:
     (batch,) = read_spans(corpora() / "otlp-proto-examples" / "trace.json")
     assert (batch.spans[0].trace_id, batch.rejected) == ("5b8efff798038103d269b633813fc60c", [])
+
+
+def test_a_pipe_is_refused_because_the_format_is_told_by_reading_twice(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="it is a pipe"):
+        list(read_spans(tmp_path / "pipe"))

@@ -142,6 +142,14 @@ def test_without_a_learner_the_request_waits_on_the_log(tmp_path: Path) -> None:
     assert "is on the log" in str(result.exception)
 
 
+def test_a_folder_that_is_no_policy_does_not_reach_the_log(tmp_path: Path) -> None:
+    SqliteLog(tmp_path / "spanloop.db").close()
+    result = CliRunner().invoke(
+        policies, ["--workspace", str(tmp_path), "inject", str(tmp_path), "--wait", "0"]
+    )
+    assert "is no policy artifact" in str(result.exception)
+
+
 def test_no_workspace(tmp_path: Path) -> None:
     result = CliRunner().invoke(policies, ["--workspace", str(tmp_path / "none")])
     assert "is no workspace" in str(result.exception)

@@ -334,6 +334,7 @@ def test_texts_and_numbers_that_columns_cannot_hold_do_not_fail() -> None:
         ("INSERT INTO spans VALUES (1)", "INSERT is refused"),
         ("SET threads = 4", "SET is refused"),
         ("SELECT * FROM read_csv('/etc/hosts')", "disabled"),
+        ("SELECT '\udcff'", "not valid UTF-8"),
         ("EXPLAIN ANALYZE COPY (SELECT 1) TO 'x.csv'", "x.csv"),
     ],
 )
@@ -356,6 +357,19 @@ def test_a_query_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
                 "SELECT count(*) FROM range(100000000) a, range(100000) b WHERE a.range % 7 = b.range % 5"
             )[1]
         )
+
+
+def test_a_query_that_is_stopped_between_rows_says_so_too(tmp_path: Path) -> None:
+    with Query(memory_log(), tmp_path, timeout_s=0.3) as opened:
+        rows = opened.run("SELECT a.range FROM range(1000000000) a, range(1000000) b")[1]
+        with pytest.raises(TransientError, match="longer than"):
+            for _ in rows:
+                pass
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-1"])
+def test_a_timeout_is_a_number_of_seconds(seconds: str) -> None:
+    assert CliRunner().invoke(query_command, ["SELECT 1", "--timeout", seconds]).exit_code == 2
 
 
 def test_every_table_belongs_to_a_topic_and_every_view_to_tables() -> None:

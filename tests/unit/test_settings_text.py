@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from spanloop.pipeline.cli import config
 from spanloop.pipeline.settings_text import MASK, example, resolved
+from spanloop.schemas.errors import ConfigError
 from spanloop.schemas.settings import Settings, load_settings, origins
 
 
@@ -76,3 +77,15 @@ def test_schema_and_example_are_printed():
     assert schema["properties"]["collector"]["$ref"].endswith("Collector")
     assert schema["$defs"]["Collector"]["properties"]["port"]["maximum"] == 65535
     assert CliRunner().invoke(config, ["example"]).output == example()
+
+
+@pytest.mark.parametrize("value", ["{bad", "["])
+def test_a_variable_that_is_no_json_is_named(clean, value):
+    clean.setenv("SPANLOOP_COLLECTOR", value)
+    with pytest.raises(ConfigError, match="collector"):
+        load_settings()
+
+
+def test_a_settings_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_settings(tmp_path)

@@ -92,7 +92,9 @@ class FeedbackItem(BaseModel):
     def observed_ns(self) -> int | None:
         """Nanoseconds since 1970 as given, None when the sender gave none."""
         if isinstance(self.observed_at, datetime):
-            since = self.observed_at.astimezone(UTC) - datetime(1970, 1, 1, tzinfo=UTC)
+            since = self.observed_at - datetime(
+                1970, 1, 1, tzinfo=UTC
+            )  # astimezone overflows in years 1 and 9999
             return (since.days * 86_400 + since.seconds) * 10**9 + since.microseconds * 1000
         return self.observed_at
 

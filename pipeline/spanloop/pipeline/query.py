@@ -96,7 +96,10 @@ class Query:
 
     def _check(self, sql: str) -> None:
         try:
+            sql.encode()
             statements = self._connection.extract_statements(sql)
+        except UnicodeEncodeError as exc:
+            raise QueryError(f"the SQL is not valid UTF-8 (character {exc.start + 1}). {_HINT}") from exc
         except duckdb.Error as exc:
             raise _failed(exc) from exc
         if len(statements) != 1:
@@ -131,22 +134,29 @@ class Query:
             first = cursor.fetchmany(_FETCH_ROWS)
         except duckdb.Error as exc:
             timer.cancel()
-            if expired.is_set():
-                raise TransientError(
-                    f"the query ran longer than {self._timeout_s:g} s and was stopped: narrow it or raise --timeout"
-                ) from exc
-            raise _failed(exc) from exc
-        return names, self._rows(cursor, first, timer)
+            raise self._ended(exc, expired) from exc
+        return names, self._rows(cursor, first, timer, expired)
+
+    def _ended(self, exc: duckdb.Error, expired: threading.Event) -> QueryError | TransientError:
+        if expired.is_set():
+            return TransientError(
+                f"the query ran longer than {self._timeout_s:g} s and was stopped: narrow it or raise --timeout"
+            )
+        return _failed(exc)
 
     def _rows(
-        self, cursor: duckdb.DuckDBPyConnection, rows: list[tuple[Any, ...]], timer: threading.Timer
+        self,
+        cursor: duckdb.DuckDBPyConnection,
+        rows: list[tuple[Any, ...]],
+        timer: threading.Timer,
+        expired: threading.Event,
     ) -> Iterator[tuple[Any, ...]]:
         try:
             while rows:
                 yield from rows
                 rows = cursor.fetchmany(_FETCH_ROWS)
         except duckdb.Error as exc:
-            raise _failed(exc) from exc
+            raise self._ended(exc, expired) from exc
         finally:
             timer.cancel()
 

@@ -7,6 +7,7 @@ import datetime
 import decimal
 import io
 import itertools
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,12 @@ __all__ = ["query"]
 
 _TABLE_ROWS = 1_000
 _CELL_WIDTH = 60
+
+
+def _no_nan(context: click.Context, option: click.Parameter, value: float) -> float:
+    if math.isnan(value):
+        raise click.BadParameter("nan is no number of seconds", context, option)
+    return value
 
 
 @click.command()
@@ -42,7 +49,8 @@ _CELL_WIDTH = 60
 @click.option("--csv", "form", flag_value="csv", help="CSV with a header, streamed.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0.001),
+    type=click.FloatRange(min=0.001, max=1e6),
+    callback=_no_nan,
     default=60.0,
     show_default=True,
     help="Seconds before the query is stopped.",

@@ -92,6 +92,11 @@ def translate(exc: sqlite3.Error, path: Path) -> SpanloopError:
                 return family(f"{path}: {meaning} ({name}: {exc})", path=str(path), code=name)
     if isinstance(exc, sqlite3.ProgrammingError) and "closed" in str(exc):
         return TerminalError(f"{path}: it was closed; open it again", path=str(path), code="CLOSED")
+    if "Could not decode to UTF-8" in str(
+        exc
+    ):  # damage that SQLite itself did not see; the driver gives no code
+        meaning = _TERMINAL["SQLITE_CORRUPT"]
+        return TerminalError(f"{path}: {meaning} (a text in it is not UTF-8)", path=str(path), code=name)
     return TerminalError(f"{path}: {name or type(exc).__name__}: {exc}", path=str(path), code=name)
 
 

@@ -46,11 +46,14 @@ STATUS_EVERY_S = 1.0
 
 
 def child_specs(settings: Settings, config: Path | None, without: Sequence[str]) -> list[ChildSpec]:
-    """What will run: all processes but those switched off in settings or named in ``without``."""
+    """What will run: all processes but those switched off in settings or named in ``without``; without a vocabulary
+    there is no embedded policy, so that neither learner nor serving has anything to do."""
     unknown = sorted(set(without) - set(MODULES))
     if unknown:
         raise ConfigError(f"--without {','.join(unknown)}: no such process; there are {', '.join(MODULES)}")
     off = {name for name in ("gateway", "serving", "learner") if not getattr(settings, name).enabled}
+    if not settings.learner.vocabulary:
+        off |= {"serving", "learner"}
     names = [name for name in MODULES if name not in off and name not in without]
     if not names:
         raise ConfigError("nothing to run: every process is switched off; leave one out of --without")
@@ -233,8 +236,17 @@ def supervise(
         sys.stderr.write(f"[spanloop] {line}\n")
 
     specs = child_specs(settings, config.absolute() if config else None, without)
+    if status_file is not None and not status_file.absolute().parent.is_dir():
+        raise ConfigError(
+            f"--status-file {status_file}: there is no folder {status_file.parent}; make it, or name another"
+        )
     lock = WorkspaceLock(settings.workspace)
     try:
+        if not settings.learner.vocabulary and not {"serving", "learner"} <= set(without):
+            say(
+                "serving and learner are left out: learner.vocabulary is empty. Spans, outcomes and credit need neither; "
+                "`spanloop doctor` says what training needs"
+            )
         if lock.stale_pid:
             say(f"the last run (pid {lock.stale_pid}) was killed; going on from the log")
         _wait_for_orphans(settings.workspace, say)

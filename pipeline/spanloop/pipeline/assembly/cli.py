@@ -73,6 +73,8 @@ def assemble(path: Path, form: str | None, shape: str, tenant: str) -> None:
         found, rejected = surveys, []
     else:
         spans, rejected = _read_spans(path)
+        if not spans and not rejected:
+            click.echo(f"{path} holds no spans", err=True)
         found = assemble_spans(spans, tenant)
     _print_all(found, form or ("table" if sys.stdout.isatty() else "ndjson"), shape)
     if rejected:

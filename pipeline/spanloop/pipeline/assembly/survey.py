@@ -64,7 +64,7 @@ class SurveyTrace(msgspec.Struct, frozen=True):
 
 def is_survey(document: Any) -> bool:
     """Whether a JSON document claims to be a trace of this format."""
-    return isinstance(document, dict) and {"trace_id", "events", "edges"} <= document.keys()
+    return isinstance(document, dict) and {"trace_id", "events"} <= document.keys()
 
 
 def from_survey(document: Mapping[str, Any], tenant: str = "default") -> SurveyTrace:
@@ -83,6 +83,7 @@ def from_survey(document: Mapping[str, Any], tenant: str = "default") -> SurveyT
         raise SchemaError("events and edges must be lists, with at least one event")
     events = [_event(number, raw) for number, raw in enumerate(raw_events)]
     edges = tuple(_edge(number, raw) for number, raw in enumerate(raw_edges))
+    _check_references(events, edges)
     names = sorted({name for event in events for name in (event.agent, event.to) if name})
     times = [event.t_ns for event in events]
     costs = document["costs"] if isinstance(document["costs"], dict) else {}
@@ -211,6 +212,19 @@ def _edge(number: int, raw: Any) -> Edge:
     if edge.type not in EDGE_TYPES:
         raise SchemaError(f"edges[{number}].type is {edge.type!r}, expected one of {', '.join(EDGE_TYPES)}")
     return edge
+
+
+def _check_references(events: list[OrchestrationEvent], edges: tuple[Edge, ...]) -> None:
+    known: dict[str, int] = {}
+    for number, event in enumerate(events):
+        if (first := known.setdefault(event.id, number)) != number:
+            raise SchemaError(f"events[{number}].id is {event.id!r}, which events[{first}] has already")
+    for number, edge in enumerate(edges):
+        for end in ("src", "dst"):
+            if getattr(edge, end) not in known:
+                raise SchemaError(
+                    f"edges[{number}].{end} is {getattr(edge, end)!r}, expected the id of an event"
+                )
 
 
 def _whole(value: Any) -> int:

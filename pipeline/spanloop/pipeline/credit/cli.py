@@ -20,7 +20,12 @@ _LABEL_WIDTH = 44
 
 @click.group()
 def explain() -> None:
-    """Show how a reward became credit, from the team down to the token."""
+    """Show how a reward became credit, from the team down to the token.
+
+    \b
+    spanloop explain credit 132a50                  the beginning of an id is enough
+    spanloop explain credit 132a50 --token          down to the tokens
+    """
 
 
 @explain.command()

@@ -68,6 +68,10 @@ def decode(request: RawRequest, max_nesting: int = MAX_NESTING) -> DecodedBatch:
 def read_requests(path: Path | str) -> Iterator[RawRequest]:
     """Requests of ``path`` as bytes, streamed. Raises ConfigError as ``read_spans``."""
     path = Path(path)
+    if path.is_fifo():
+        raise ConfigError(
+            f"cannot read {path}: it is a pipe, and the format is told by reading twice; save it to a file first"
+        )
     try:
         with path.open("rb") as plain:
             if plain.read(2) == b"\x1f\x8b":
@@ -86,10 +90,10 @@ def read_requests(path: Path | str) -> Iterator[RawRequest]:
 def _read(handle: BinaryIO, path: Path) -> Iterator[RawRequest]:
     head = handle.read(_PEEK)
     handle.seek(0)
-    kind = detect_format(head)
+    kind = detect_format(head) if head.strip() else ""
     reader = _READERS.get(kind)
     if reader is None:
-        if not head:
+        if not head.strip():
             return
         raise ConfigError(
             f"{path} is in no format that can be read: expected OTLP/JSON (one request a line, or one document) or "
