@@ -63,7 +63,7 @@ def figures_of(folder: Path) -> dict:
     """The figures of one finished run."""
     results = json.loads((folder / "results.json").read_text())
     versions = results["evaluation"]["versions"]
-    champion, last = str(results["champion"]), str(results["last_candidate"])
+    champion, last = str(results["champion"]["version"]), str(results["last_candidate"]["version"])
     return {
         "seed": results["seed"],
         "champion": int(champion),
@@ -76,7 +76,7 @@ def figures_of(folder: Path) -> dict:
             for n, d in results["evaluation"]["decisions"].items()
         },
         "fresh_tickets": results["evaluation"]["tickets"],
-        "promotions": len(results["promotions"]) - 1,
+        "promotions": sum(p["kind"] == "promotion" for p in results["promotions"]) - 1,
         "bad_candidate": results["injection"] and results["injection"]["outcome"],
         "gating_cost": results["gating_cost"],
         "tickets": results["totals"].get("tickets"),
