@@ -186,7 +186,7 @@ class Gateway:
                 raise GatewayError(
                     503,
                     f"no version of {alias!r} serves yet: the learner has not registered a policy. Is it running "
-                    "(`spanloop up`)? Try again in a moment.",
+                    "(`spanloop up` with learner.vocabulary set)? Try again in a moment. Other models go to gateway.upstream.",
                     kind="service_unavailable",
                     code="no_policy",
                     retry_s=1,
