@@ -18,11 +18,11 @@ help: ## List the targets
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v[:2] else f"spanloop needs Python 3.11 or newer, {sys.executable} is {v[0]}.{v[1]}: install python3.11 or run make PYTHON=/path/to/python3.11")'
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "this Python has no venv module: install it (Debian/Ubuntu: apt-get install python3-venv)"; exit 1; }
-	@echo "==> setting up $(VENV) (once; about two minutes and 2.5 GB)"
+	@echo "==> setting up $(VENV) (once; about three minutes and 3 GB)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "==> installing torch (CPU) and the rest, pinned by constraints.txt"
 	@$(BIN)/python -m pip install --quiet --progress-bar off -c constraints.txt torch==2.13.0 || { echo "pip could not install torch 2.13.0: is the package index reachable? (a CPU-only index can be given with PIP_EXTRA_INDEX_URL)"; exit 1; }
-	@$(BIN)/python -m pip install --quiet --progress-bar off -c constraints.txt -e '.[demo,dev]' || { echo "pip could not install the dependencies: see its message above; 'make clean' starts over"; exit 1; }
+	@$(BIN)/python -m pip install --quiet --progress-bar off -c constraints.txt -e '.[stack,dev]' || { echo "pip could not install the dependencies: see its message above; 'make clean' starts over"; exit 1; }
 	@touch $(READY)
 
 demo: $(READY) ## Run the whole loop (about 6 minutes) and write $(OUT)/report.html; SEED=n

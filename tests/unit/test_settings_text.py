@@ -31,6 +31,7 @@ def test_the_example_is_toml_that_changes_nothing(tmp_path):
     assert set(tomllib.loads(example())) == set(Settings.model_fields) - {
         "workspace",
         "tenant",
+        "bootstrap_servers",
         "credentials",
     }
 

@@ -1,7 +1,10 @@
 """Ports of the functional core: Log, StateStore, Clock, and the Stage that they carry.
 
-One adapter a file: ``log/memory.py``, ``log/sqlite.py``, ``state/memory.py``, ``state/sqlite.py``. Any adapter
-must pass ``tests/contract``.
+One adapter a file: ``log/memory.py``, ``log/sqlite.py``, ``log/kafka.py``, ``state/memory.py``, ``state/sqlite.py``.
+Any adapter must pass ``tests/contract``.
+
+A topic may have partitions. A *source* is one partition of a topic, written ``topic`` for partition 0 and ``topic/3`` for
+the others, so that a log without partitions knows only topics. Offsets are counted and remembered by source.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ __all__ = [
     "StageOutput",
     "StateStore",
     "new_record",
+    "source_of",
+    "topic_of",
 ]
 
 
@@ -33,6 +38,8 @@ class NewRecord(msgspec.Struct, frozen=True):
     key: str
     event_id: str
     value: bytes
+    partition: int | None = None
+    """Where the writer owns a partition; None: by key. Ignored by logs without partitions."""
 
 
 class LogRecord(msgspec.Struct, frozen=True):
@@ -45,6 +52,12 @@ class LogRecord(msgspec.Struct, frozen=True):
     value: bytes
     appended_ns: int
     """Processing time of the append; never part of any content."""
+    partition: int = 0
+
+    @property
+    def source(self) -> str:
+        """The partition that it came from, by the name that offsets are kept under."""
+        return source_of(self.topic, self.partition)
 
 
 class Appended(msgspec.Struct, frozen=True):
@@ -52,6 +65,26 @@ class Appended(msgspec.Struct, frozen=True):
 
     offset: int
     duplicate: bool
+    partition: int = 0
+
+
+def source_of(topic: str, partition: int) -> str:
+    """Name of a partition: the topic itself for the first.
+
+    >>> source_of("spans", 0), source_of("spans", 3)
+    ('spans', 'spans/3')
+    """
+    return f"{topic}/{partition}" if partition else topic
+
+
+def topic_of(source: str) -> tuple[str, int]:
+    """Topic and partition of a source.
+
+    >>> topic_of("spans"), topic_of("spans/3")
+    (('spans', 0), ('spans', 3))
+    """
+    topic, _, partition = source.partition("/")
+    return topic, int(partition or 0)
 
 
 def new_record(event: Event) -> NewRecord:
@@ -63,15 +96,21 @@ class Log(Protocol):
     """Append-only, durable, idempotent by (topic, event id)."""
 
     def append(self, records: Sequence[NewRecord]) -> list[Appended]:
-        """Append all or none; durable when it returns. Raises TransientError when the disk refuses."""
+        """Append in order; durable when it returns. Without partitions all or none; over Kafka what is already appended when
+        it raises stays, and appending all again is harmless. Raises TransientError when disk or broker refuse."""
         ...
 
     def read(self, topic_names: Sequence[str], after: Mapping[str, int], limit: int) -> list[LogRecord]:
-        """Up to ``limit`` records with offset > ``after[topic]`` (absent: -1), merged in append order."""
+        """Up to ``limit`` records with offset > ``after[source]`` (absent: -1), each source in offset order; a log without
+        partitions merges topics in append order. A topic's name asks for all its partitions, ``topic/3`` for one."""
         ...
 
-    def end(self, topic: str) -> int:
-        """Offset of the last record of ``topic``, -1 when empty."""
+    def end(self, source: str) -> int:
+        """Offset of the last record of one source, -1 when empty."""
+        ...
+
+    def sources(self, topic: str) -> tuple[str, ...]:
+        """Sources of a topic, in order: only itself where there are no partitions."""
         ...
 
     def commit(self, group: str, offsets: Mapping[str, int]) -> None:

@@ -80,6 +80,8 @@ def _toml(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + "}"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     return str(value)

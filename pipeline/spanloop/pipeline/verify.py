@@ -89,10 +89,13 @@ class _Upto:
 
     def read(self, topic_names: Sequence[str], after: Mapping[str, int], limit: int) -> list[LogRecord]:
         records = self._log.read(topic_names, after, limit)
-        return [record for record in records if record.offset <= self._ends.get(record.topic, -1)]
+        return [record for record in records if record.offset <= self._ends.get(record.source, -1)]
 
-    def end(self, topic: str) -> int:
-        return self._ends.get(topic, -1)
+    def end(self, source: str) -> int:
+        return self._ends.get(source, -1)
+
+    def sources(self, topic: str) -> tuple[str, ...]:
+        return self._log.sources(topic)
 
     def append(self, records: Sequence[NewRecord]) -> list[Appended]:
         raise TerminalError("verify writes nothing")

@@ -180,6 +180,59 @@ class Learner(_Section):
     """Words of the embedded policy's tokenizer; needed to serve and train it."""
 
 
+class Kafka(_Section):
+    """Used where ``bootstrap_servers`` is set."""
+
+    prefix: str = Field("spanloop.", pattern=r"^[A-Za-z0-9._-]{0,100}$")
+    """Topics are named prefix + topic, e.g. spanloop.spans."""
+    partitions: int = Field(4, ge=1, le=1000)
+    """Partitions of the topics that scale out; ``policies``, ``models``, ``samples`` and ``dead_letters`` have one. Changing
+    it later needs a rebuild: see docs/kafka.md."""
+    replication: int = Field(1, ge=1, le=7)
+    """Replication factor of topics that spanloop creates: 3 in production."""
+    retention_hours: float = Field(168.0, gt=0)
+    """Retention of topics that spanloop creates; the archive keeps what Kafka forgets."""
+    otlp_topics: tuple[str, ...] = ()
+    """Topics of the OpenTelemetry Collector's Kafka exporter to ingest (`spanloop ingest`), without the prefix."""
+    client: dict[str, str] = {}
+    """Further librdkafka properties, such as security.protocol and sasl.*."""
+
+
+class Process(_Section):
+    """The Faust workers of ``spanloop process``."""
+
+    group: str = "spanloop"
+    """Consumer group (Faust app id): workers with one group share the partitions."""
+    snapshots: str = ""
+    """Folder or s3://bucket/prefix of the state's snapshots; empty: WORKSPACE/snapshots. Workers on several hosts need one
+    that all of them reach."""
+    snapshot_every_s: float = Field(5.0, gt=0)
+    batch_max: int = Field(200, ge=1)
+    """Records that a worker folds at once."""
+    session_timeout_s: float = Field(6.0, ge=1)
+    """A worker that is silent for so long has lost its partitions."""
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = Field(0, ge=0, le=65535)
+    """Prometheus metrics on http://metrics_host:metrics_port/metrics; 0: none."""
+    stall_s: float = Field(30.0, gt=0)
+    """The watchdog names a stage that has had records waiting and made no progress for so long."""
+
+
+class Archive(_Section):
+    """Parquet files of all topics."""
+
+    url: str = ""
+    """Folder or s3://bucket/prefix; empty: WORKSPACE/archive."""
+    endpoint: str = ""
+    """Endpoint of an S3-compatible store, with scheme; empty: AWS."""
+    every_s: float = Field(10.0, gt=0)
+    """The archiver writes what has arrived after so long ..."""
+    records: int = Field(20_000, ge=1)
+    """... or at so many records of a partition."""
+    compact_below_mb: float = Field(16.0, ge=0)
+    """Smaller files of a finished day and tenant are merged."""
+
+
 class Settings(BaseSettings):
     """All settings of one deployment."""
 
@@ -194,6 +247,11 @@ class Settings(BaseSettings):
     workspace: Path = Path(".spanloop")
     """Folder of log, state, artifacts, MLflow data and archive."""
     tenant: str = "default"
+    bootstrap_servers: str = ""
+    """Kafka brokers, host:port,...; empty: the embedded log, one SQLite file in the workspace."""
+    kafka: Kafka = Kafka()  # type: ignore[call-arg]
+    process: Process = Process()  # type: ignore[call-arg]
+    archive: Archive = Archive()  # type: ignore[call-arg]
     collector: Collector = Collector()  # type: ignore[call-arg]
     content: Content = Content()
     gateway: Gateway = Gateway()  # type: ignore[call-arg]

@@ -64,11 +64,15 @@ class MemoryLog:
                 parts.append(records[start : start + limit])
             return list(islice(heapq.merge(*parts, key=_offset), limit))
 
-    def end(self, topic: str) -> int:
-        """Offset of the last record of ``topic``, -1 when empty."""
+    def end(self, source: str) -> int:
+        """Offset of the last record of a topic, -1 when empty."""
         with self._lock:
-            records = self._topics.get(topic)
+            records = self._topics.get(source)
             return records[-1].offset if records else -1
+
+    def sources(self, topic: str) -> tuple[str, ...]:
+        """The topic: there are no partitions."""
+        return (topic,)
 
     def commit(self, group: str, offsets: Mapping[str, int]) -> None:
         """Remember how far ``group`` has read."""

@@ -22,19 +22,20 @@ def scan(
     Args:
         log: any Log.
         topic_names: topics to merge.
-        after: offset by topic to start behind; absent: from the start.
-        upto: last offset by topic to give; absent: the end of the topic now.
+        after: offset by source to start behind; absent: from the start.
+        upto: last offset by source to give; absent: the end of the source now.
         batch: records fetched at once.
     """
     position = dict(after or {})
-    last = {topic: (upto or {}).get(topic, log.end(topic)) for topic in topic_names}
-    live = [topic for topic in topic_names if position.get(topic, -1) < last[topic]]
+    sources = [source for topic in topic_names for source in log.sources(topic)]
+    last = {source: (upto or {}).get(source, log.end(source)) for source in sources}
+    live = [source for source in sources if position.get(source, -1) < last[source]]
     while live:
         records = log.read(live, position, batch)
         if not records:
             return
         for record in records:
-            position[record.topic] = record.offset
-            if record.offset <= last[record.topic]:
+            position[record.source] = record.offset
+            if record.offset <= last[record.source]:
                 yield record
-        live = [topic for topic in live if position.get(topic, -1) < last[topic]]
+        live = [source for source in live if position.get(source, -1) < last[source]]

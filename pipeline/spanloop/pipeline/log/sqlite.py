@@ -153,9 +153,9 @@ class SqliteLog:
         rows.sort(key=itemgetter(1))
         return [LogRecord(*row) for row in rows]
 
-    def end(self, topic: str) -> int:
-        """Offset of the last record of ``topic``, -1 when empty."""
-        rows = self._file.query("SELECT max(seq) FROM records WHERE topic = ?", (topic,))
+    def end(self, source: str) -> int:
+        """Offset of the last record of a topic, -1 when empty."""
+        rows = self._file.query("SELECT max(seq) FROM records WHERE topic = ?", (source,))
         return -1 if rows[0][0] is None else int(rows[0][0])
 
     def nth_last(self, topic: str, count: int) -> int:
@@ -167,6 +167,10 @@ class SqliteLog:
     def counts(self) -> dict[str, int]:
         """Number of records by topic."""
         return dict(self._file.query("SELECT topic, count(*) FROM records GROUP BY topic ORDER BY topic"))  # type: ignore[arg-type]
+
+    def sources(self, topic: str) -> tuple[str, ...]:
+        """The topic: there are no partitions."""
+        return (topic,)
 
     def commit(self, group: str, offsets: Mapping[str, int]) -> None:
         """Remember how far ``group`` has read."""

@@ -181,7 +181,7 @@ class EmbeddedRuntime:
             runner.metrics.dead_letters += 1
             output = StageOutput(events=[_dead_letter(runner.stage.name, records[0], exc)])
             outputs = [new_record(event) for event in output.events]
-        offsets = {record.topic: record.offset for record in records}
+        offsets = {record.source: record.offset for record in records}
         self._commit(runner, output, outputs, offsets)
         runner.metrics.records += len(records)
 
