@@ -23,7 +23,7 @@ from spanloop.schemas.spans import Span, SpanEvent
 
 
 def cut_span(span: Span, max_bytes: int) -> Span:
-    return limits.cut_span(span, max_bytes)[0]
+    return limits.cut_span(span, max_bytes)
 
 
 BASE = Span("a" * 32, "b" * 16, "n", 1, 2)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import msgspec
 
 from spanloop.collectors.deadletters import dead_letter
-from spanloop.collectors.limits import cut_span
+from spanloop.collectors.limits import MAX_SPAN_BYTES, cut_span, has_long_keys
 from spanloop.collectors.redaction import Redactor
 from spanloop.pipeline.otlp.decoded import DecodedBatch
 from spanloop.pipeline.ports import NewRecord, new_record
-from spanloop.schemas.events import SpansReceived
+from spanloop.schemas import topics
+from spanloop.schemas.canonical import canonical_json
+from spanloop.schemas.events import encode_spans
 from spanloop.schemas.spans import Span
 
 __all__ = ["MAX_EVENT_BYTES", "Intake", "Prepared"]
@@ -43,12 +45,12 @@ class Intake:
 
     def prepare(self, batch: DecodedBatch, *, tenant: str, source: str) -> Prepared:
         """Records of ``batch``; the same batch gives the same records, hence the same event ids."""
-        traces: dict[str, list[tuple[Span, int]]] = {}
+        traces: dict[str, list[bytes]] = {}
         for raw in batch.spans:
-            sized = cut_span(self._redactor.span(raw), self._max_attribute_bytes)
-            traces.setdefault(raw.trace_id, []).append(sized)
+            encoded = self._encoded(self._redactor.span(raw))
+            traces.setdefault(raw.trace_id, []).append(encoded)
         records = [
-            new_record(SpansReceived(tenant=tenant, trace_id=trace_id, spans=part, source=source))
+            _record(tenant, trace_id, part, source)
             for trace_id, spans in traces.items()
             for part in _parts(spans)
         ]
@@ -57,17 +59,29 @@ class Intake:
             records.append(new_record(letter))
         return Prepared(records, len(batch.spans), list(traces))
 
+    def _encoded(self, span: Span) -> bytes:
+        """Canonical JSON of a span within limits. What is small as a whole needs no look inside, but at its keys."""
+        encoded = canonical_json(span)
+        if len(encoded) <= min(self._max_attribute_bytes, MAX_SPAN_BYTES) and not has_long_keys(span):
+            return encoded
+        return canonical_json(cut_span(span, self._max_attribute_bytes))
 
-def _parts(spans: list[tuple[Span, int]]) -> list[tuple[Span, ...]]:
-    """``spans`` (each with its size) in order, split where an event would grow over MAX_EVENT_BYTES."""
-    parts: list[tuple[Span, ...]] = []
-    part: list[Span] = []
+
+def _record(tenant: str, trace_id: str, spans: list[bytes], source: str) -> NewRecord:
+    event_id, value = encode_spans(tenant, trace_id, spans, source)
+    return NewRecord(topic=topics.SPANS, key=f"{tenant}/{trace_id}", event_id=event_id, value=value)
+
+
+def _parts(spans: list[bytes]) -> list[list[bytes]]:
+    """``spans`` in order, split where an event would grow over MAX_EVENT_BYTES."""
+    parts: list[list[bytes]] = []
+    part: list[bytes] = []
     total = 0
-    for span, size in spans:
-        if part and total + size > MAX_EVENT_BYTES:
-            parts.append(tuple(part))
+    for span in spans:
+        if part and total + len(span) > MAX_EVENT_BYTES:
+            parts.append(part)
             part, total = [], 0
         part.append(span)
-        total += size
-    parts.append(tuple(part))
+        total += len(span)
+    parts.append(part)
     return parts

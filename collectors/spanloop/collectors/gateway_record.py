@@ -98,7 +98,7 @@ def call_event(
     )
     if not content and redact is not None:
         span = redact(span)
-    span, _ = cut_span(span, max_attribute_bytes)
+    span = cut_span(span, max_attribute_bytes)
     return SpansReceived(tenant=record.tenant, trace_id=trace_id, spans=(span,), source="gateway")
 
 

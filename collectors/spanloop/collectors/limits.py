@@ -25,6 +25,7 @@ __all__ = [
     "cut_span",
     "cut_text",
     "expand",
+    "has_long_keys",
     "rough_size",
 ]
 
@@ -42,6 +43,7 @@ EXEMPT = frozenset(
 MAX_SPAN_BYTES = 512 * 1024
 """A span whose cut values still sum to more loses the largest of them, so that a record fits any broker."""
 _SMALL = 1024
+_KEY_MAX = 1024
 _CHUNK = 1 << 20
 _WBITS = {"gzip": 31, "deflate": 15}
 
@@ -116,9 +118,15 @@ def cut_text(text: str, max_bytes: int) -> str:
     return text if len(raw) <= max_bytes else raw[:max_bytes].decode(errors="ignore")
 
 
-def cut_span(span: Span, max_bytes: int) -> tuple[Span, int]:
-    """``span`` with each value at most ``max_bytes`` and all of it at most MAX_SPAN_BYTES (token arrays exempt), and
-    its rough size. The same object when nothing was cut."""
+def has_long_keys(span: Span) -> bool:
+    """Whether a key of any attribute is longer than is kept."""
+    parts = (span.attributes, span.resource, *(part.attributes for part in (*span.events, *span.links)))
+    return any(part and len(max(part, key=len)) > _KEY_MAX for part in parts)
+
+
+def cut_span(span: Span, max_bytes: int) -> Span:
+    """``span`` with each value at most ``max_bytes`` and all of it at most MAX_SPAN_BYTES (token arrays exempt). The same
+    object when nothing was cut."""
     cut: set[str] = set()
     attributes = _cut_attributes(span.attributes, max_bytes, cut)
     events = _cut_all(span.events, max_bytes, cut)
@@ -140,13 +148,11 @@ def cut_span(span: Span, max_bytes: int) -> tuple[Span, int]:
             links=links,
             resource=resource,
         )
-    size = rough_size(span)
-    if size > MAX_SPAN_BYTES:
+    if rough_size(span) > MAX_SPAN_BYTES:
         span = _shrink(span, cut)
-        size = rough_size(span)
     if not cut:
-        return span, size
-    return msgspec.structs.replace(span, attributes={**span.attributes, TRUNCATED: sorted(cut)}), size
+        return span
+    return msgspec.structs.replace(span, attributes={**span.attributes, TRUNCATED: sorted(cut)})
 
 
 def _shrink(span: Span, cut: set[str]) -> Span:
@@ -221,11 +227,11 @@ def _cut_attributes(attributes: dict[str, Any], max_bytes: int, cut: set[str]) -
         if short is not value and short != value:
             changed[key] = short
             cut.add(cut_text(key, 256))
-        long_keys = long_keys or len(key) > 1024
+        long_keys = long_keys or len(key) > _KEY_MAX
     if long_keys:
         cut.add("keys")
         merged = {**attributes, **changed}
-        return {cut_text(key, 1024): value for key, value in merged.items()}
+        return {cut_text(key, _KEY_MAX): value for key, value in merged.items()}
     return {**attributes, **changed} if changed else attributes
 
 

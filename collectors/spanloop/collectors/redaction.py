@@ -80,6 +80,9 @@ _ROUTING = frozenset(
 _SCHEMAS = frozenset({"parameters", "parameters_json_schema", "input_schema", "outer_typed_dict_key"})
 """JSON Schemas of tools: only their equality matters, so they go as a whole."""
 _MAX_DEPTH = 64
+_SHORT = 64
+_SHORT_MAX = 16_384
+"""Texts up to the first are remembered with what became of them, up to so many: names of models, agents and systems."""
 _REMEMBERED = range(64, 16_384)
 """Lengths of JSON texts whose result is remembered: tool definitions and histories come again and again."""
 
@@ -100,6 +103,7 @@ class Redactor:
         self._remembered = lru_cache(512)(self._json_text)
         self._clean_key = lru_cache(4096)(self._make_clean_key)
         self._resource: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+        self._short: dict[tuple[str, str, bool], tuple[str, Any]] = {}
         self.reserved_removed = 0
 
     def span(self, span: Span, *, trusted: bool = False) -> Span:
@@ -168,25 +172,33 @@ class Redactor:
 
     def _attributes(self, attributes: dict[str, Any], event: bool = False) -> dict[str, Any]:
         found: dict[str, Any] = {}
+        short = self._short
         for key, value in attributes.items():
-            if key in self._exact or (self._prefixes and key.startswith(self._prefixes)):
+            if type(value) is not str or len(value) > _SHORT or key == "name":
+                key, value = self._attribute(key, value, attributes, event=event)  # noqa: PLW2901
                 found[key] = value
                 continue
-            kind = classify(key, event)
-            if kind is KEEP:
-                found[key] = self._keep(value)
-            elif kind is DROP:
-                if key == "name" and "logfire.msg_template" in attributes:
-                    found[key] = self._keep(value)
-                elif (
-                    key in _TEMPLATES and type(value) is str and len(value) <= 256 and not _has_secret(value)
-                ):
-                    found[key] = value
-                else:
-                    found[self._clean_key(key)] = self._drop(value)
-            else:
-                found[key] = self._json(value, self._messages if kind is MESSAGES else self._top, 0)
+            known = (key, value, event)
+            pair = short.get(known)
+            if pair is None:
+                if len(short) >= _SHORT_MAX:
+                    short.clear()
+                pair = short[known] = self._attribute(key, value, attributes, event=event)
+            found[pair[0]] = pair[1]
         return found
+
+    def _attribute(self, key: str, value: Any, attributes: dict[str, Any], *, event: bool) -> tuple[str, Any]:
+        """One attribute as it may be written. Only the key "name" looks at its neighbours."""
+        if key in self._exact or (self._prefixes and key.startswith(self._prefixes)):
+            return key, value
+        kind = classify(key, event)
+        if kind is KEEP or (kind is DROP and key == "name" and "logfire.msg_template" in attributes):
+            return key, self._keep(value)
+        if kind is not DROP:
+            return key, self._json(value, self._messages if kind is MESSAGES else self._top, 0)
+        if key in _TEMPLATES and type(value) is str and len(value) <= 256 and not _has_secret(value):
+            return key, value
+        return self._clean_key(key), self._drop(value)
 
     def _keep(self, value: Any) -> Any:
         kind = type(value)

@@ -15,7 +15,7 @@ import msgspec
 
 from spanloop.schemas.errors import SchemaError
 
-__all__ = ["canonical_json", "content_hash", "decode_json", "digest", "micro", "unmicro"]
+__all__ = ["bytes_hash", "canonical_json", "content_hash", "decode_json", "digest", "micro", "unmicro"]
 
 T = TypeVar("T")
 
@@ -23,6 +23,7 @@ MICRO = 1_000_000
 """Micro-units in one unit of reward or credit; the ledger is integer so that sums are exact."""
 
 _encoder = msgspec.json.Encoder(order="sorted")
+_LENGTHS = tuple(size.to_bytes(8, "big") for size in range(256))
 
 
 def canonical_json(value: Any) -> bytes:
@@ -106,17 +107,23 @@ def decode_json(data: bytes | str, type_: type[T] = Any) -> T:  # type: ignore[a
 
 def digest(*parts: str | bytes | int) -> str:
     """32 hex digits over the parts, each behind its length, so that ('a', 'bc') != ('ab', 'c')."""
-    state = hashlib.blake2b(digest_size=16)
+    pieces: list[bytes] = []
     for part in parts:
-        raw = part if isinstance(part, bytes) else str(part).encode("utf-8", "surrogatepass")
-        state.update(len(raw).to_bytes(8, "big"))
-        state.update(raw)
-    return state.hexdigest()
+        raw = part if type(part) is bytes else str(part).encode("utf-8", "surrogatepass")
+        size = len(raw)
+        pieces.append(_LENGTHS[size] if size < 256 else size.to_bytes(8, "big"))
+        pieces.append(raw)
+    return hashlib.blake2b(b"".join(pieces), digest_size=16).hexdigest()
 
 
 def content_hash(value: Any) -> str:
     """32 hex digits of the canonical JSON of ``value``."""
-    return hashlib.blake2b(canonical_json(value), digest_size=16).hexdigest()
+    return bytes_hash(canonical_json(value))
+
+
+def bytes_hash(data: bytes) -> str:
+    """32 hex digits of bytes that are canonical JSON already."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def micro(value: float) -> int:

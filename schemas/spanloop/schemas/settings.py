@@ -118,9 +118,9 @@ class Pipeline(_Section):
     credit: str = Field("ledger", pattern="^(ledger|team)$")
     value_every: int = Field(64, ge=1)
     """Publish a value model after so many new outcomes."""
-    value_growth: float = Field(0.1, ge=0, le=1)
-    """... or, if that is more, after this share of all outcomes so far: training then costs less and less of a long stream. 0:
-    always after value_every."""
+    value_growth: float = Field(0.2, ge=0, le=1)
+    """... or, if that is more, after this share of all outcomes so far (1,536 at most), so that training costs less and less of
+    a long stream. 0: always after value_every."""
     value_features: int = Field(2048, ge=16)
     """Distinct features that the value model tells apart; further ones share."""
     value_units: tuple[str, ...] = ()

@@ -6,6 +6,7 @@ the collectors is blind to the wire format.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -73,6 +74,6 @@ def span_hash(span: Span) -> str:
     return content_hash(span)
 
 
-def spans_event_id(tenant: str, trace_id: str, spans: tuple[Span, ...]) -> str:
-    """Deterministic id of a batch of one trace: a retry of the same batch is the same event."""
-    return digest("spans", tenant, trace_id, *(span_hash(s) for s in spans))
+def spans_event_id(tenant: str, trace_id: str, hashes: Iterable[str]) -> str:
+    """Deterministic id of a batch of one trace, from the hashes of its spans: a retry of the same batch is the same event."""
+    return digest("spans", tenant, trace_id, *hashes)

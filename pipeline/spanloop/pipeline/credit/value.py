@@ -1,8 +1,8 @@
 """The value stage: learns V from outcomes online and publishes versions on ``models``.
 
 Inputs: orchestrations (for the decisions they went through) and rewards (for what came of them). After every
-``settings.value_every`` new final outcomes (or a share of all so far, if more: ``value_growth``) it trains on a bounded memory of past orchestrations and publishes a version;
-that happens at the record that completes the count, so it does not depend on batching. Held-out orchestrations are never
+``settings.value_every`` new final outcomes (or a share of all so far, if more: ``value_growth``) it trains on a bounded
+memory of past orchestrations and publishes a version; that happens at the record that completes the count, so it does not depend on batching. Held-out orchestrations are never
 learned from: the gate stays honest. A corrected reward corrects the memory; a void one leaves it.
 Invariants: deterministic; restoring from the committed entries goes on exactly as if nothing had happened.
 """
@@ -205,7 +205,8 @@ class ValueStage:
         self._remember(name, tenant, slot, Example(oid, waiting.lessons, event.team))
         counters.new += 1
         counters.total += 1
-        due = max(self._settings.value_every, int(counters.total * self._settings.value_growth))
+        share = min(int(counters.total * self._settings.value_growth), MEMORY // 4)
+        due = max(self._settings.value_every, share)
         published = self._publish(name, tenant) if counters.new >= due else []
         self._writes[f"counters/{name}"] = _pack(counters)
         return published

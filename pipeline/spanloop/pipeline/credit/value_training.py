@@ -91,13 +91,17 @@ class ValueTrainer:
             return 0.0
         saved = [weight.copy() for weight in self.model.weights]
         rng = np.random.default_rng(self.updates)
+        descent = _Descent(self.model, self.moments)
         with np.errstate(over="ignore", invalid="ignore"):
             targets = self._targets(batch)
+            dense = self._dense(batch.states) if len(batch.states) <= CHUNK else None
             error = 0.0
             for _ in range(steps):
                 chosen = rng.integers(0, len(batch.of_lesson), BATCH)
-                inputs = self._dense([batch.states[i] for i in batch.of_lesson[chosen]])
-                error += self._step(inputs, targets[:, chosen], batch.bags[:, chosen]) / steps
+                states = batch.of_lesson[chosen]
+                inputs = self._dense([batch.states[i] for i in states]) if dense is None else dense[states]
+                self.steps += 1
+                error += descent.step(inputs, targets[:, chosen], batch.bags[:, chosen], self.steps) / steps
         if not all(np.isfinite(weight).all() for weight in self.model.weights):
             self.model.weights = saved
             self.moments = [(np.zeros_like(w), np.zeros_like(w)) for w in saved]
@@ -163,46 +167,13 @@ class ValueTrainer:
         return inputs
 
     def _forward(self, inputs_BF: Singles) -> list[Singles]:
-        table, b1, w2, b2, w3, b3 = self.model.weights
-        first = np.maximum(np.matmul(inputs_BF, table) + b1, 0)
-        second = np.maximum(np.matmul(first, w2) + b2, 0)
-        return [first, second, np.matmul(second, w3) + b3]
+        return _forward(self.model.weights, inputs_BF)
 
     def _grow(self, new: int) -> None:
         if new:
             first, second = self.moments[0]
             more = np.zeros((first.shape[0], new, first.shape[2]), np.float32)
             self.moments[0] = (np.concatenate([first, more], axis=1), np.concatenate([second, more], axis=1))
-
-    def _step(self, inputs_BF: Singles, targets_KB: Singles, bags_KB: Singles) -> float:
-        first, second, out = self._forward(inputs_BF)
-        _, _, w2, _, w3, _ = self.model.weights
-        miss = out[..., 0] - targets_KB
-        d3 = (np.float32(2.0 / len(inputs_BF)) * miss * bags_KB)[..., None]
-        d2 = np.matmul(d3, w3.transpose(0, 2, 1)) * (second > 0)
-        d1 = np.matmul(d2, w2.transpose(0, 2, 1)) * (first > 0)
-        gradients = [
-            np.matmul(inputs_BF.T, d1),
-            d1.sum(axis=1, keepdims=True),
-            np.matmul(first.transpose(0, 2, 1), d2),
-            d2.sum(axis=1, keepdims=True),
-            np.matmul(second.transpose(0, 2, 1), d3),
-            d3.sum(axis=1, keepdims=True),
-        ]
-        norm = float(np.sqrt(sum(float(np.vdot(g, g)) for g in gradients)))
-        scale = np.float32(min(1.0, GRADIENT_MAX / norm) if norm > 0 else 1.0)
-        self.steps += 1
-        c1, c2 = 1 - 0.9**self.steps, 1 - 0.999**self.steps
-        for i, gradient in enumerate(gradients):
-            mean, square = self.moments[i]
-            clipped = scale * gradient
-            mean += np.float32(0.1) * (clipped - mean)
-            square += np.float32(0.001) * (clipped * clipped - square)
-            weight = self.model.weights[i]
-            decay = np.float32(LEARNING_RATE * WEIGHT_DECAY * (i % 2 == 0))
-            step = (mean / np.float32(c1)) / (np.sqrt(square / np.float32(c2)) + np.float32(1e-8))
-            weight -= np.float32(LEARNING_RATE) * step + decay * weight
-        return float((miss * miss).mean())
 
     def to_dict(self) -> dict[str, Any]:
         """JSON of model and optimiser."""
@@ -218,3 +189,84 @@ class ValueTrainer:
         """A trainer that goes on exactly where ``to_dict`` was taken."""
         moments = [(unpack_array(mean), unpack_array(square)) for mean, square in data["moments"]]
         return ValueTrainer(ValueModel.from_dict(data["model"]), data["updates"], moments, data["steps"])
+
+
+def _forward(weights: Sequence[Singles], inputs_BF: Singles) -> list[Singles]:
+    """Both hidden layers and the output, each (K, B, width)."""
+    table, b1, w2, b2, w3, b3 = weights
+    first = np.matmul(inputs_BF, table)
+    first += b1
+    np.maximum(first, 0, out=first)
+    second = np.matmul(first, w2)
+    second += b2
+    np.maximum(second, 0, out=second)
+    return [first, second, np.matmul(second, w3) + b3]
+
+
+class _Descent:
+    """Adam on the weights of a model, which become views of one vector, so that a step is few operations.
+
+    The model's list of weights and the trainer's list of moments are replaced by these views.
+    """
+
+    def __init__(self, model: ValueModel, moments: list[tuple[Singles, Singles]]) -> None:
+        shapes = [weight.shape for weight in model.weights]
+        self._all = np.concatenate([weight.ravel() for weight in model.weights])
+        self._mean = np.concatenate([mean.ravel() for mean, _ in moments])
+        self._square = np.concatenate([square.ravel() for _, square in moments])
+        self._gradient = np.zeros_like(self._all)
+        self._spare = np.zeros_like(self._all)
+        model.weights = self._weights = _views(self._all, shapes)
+        moments[:] = zip(_views(self._mean, shapes), _views(self._square, shapes), strict=True)
+        self._gradients = _views(self._gradient, shapes)
+
+    def step(self, inputs_BF: Singles, targets_KB: Singles, bags_KB: Singles, number: int) -> float:
+        """One step, ``number`` (1, 2, ...) of the optimiser's life; returns the mean squared error before it."""
+        first, second, out = _forward(self._weights, inputs_BF)
+        _, _, w2, _, w3, _ = self._weights
+        miss = out[..., 0] - targets_KB
+        d3 = (np.float32(2.0 / len(inputs_BF)) * miss * bags_KB)[..., None]
+        d2 = d3 * w3.transpose(0, 2, 1)
+        d2 *= second > 0
+        d1 = np.matmul(d2, w2.transpose(0, 2, 1))
+        d1 *= first > 0
+        g1, gb1, g2, gb2, g3, gb3 = self._gradients
+        np.matmul(inputs_BF.T, d1, out=g1)
+        np.sum(d1, axis=1, keepdims=True, out=gb1)
+        np.matmul(first.transpose(0, 2, 1), d2, out=g2)
+        np.sum(d2, axis=1, keepdims=True, out=gb2)
+        np.matmul(second.transpose(0, 2, 1), d3, out=g3)
+        np.sum(d3, axis=1, keepdims=True, out=gb3)
+        self._adam(number)
+        return float((miss * miss).mean())
+
+    def _adam(self, number: int) -> None:
+        gradient, spare = self._gradient, self._spare
+        norm = float(np.sqrt(np.dot(gradient, gradient)))
+        if norm > GRADIENT_MAX:
+            gradient *= np.float32(GRADIENT_MAX / norm)
+        c1, c2 = 1 - 0.9**number, 1 - 0.999**number
+        self._mean *= np.float32(0.9)
+        self._mean += np.multiply(gradient, np.float32(0.1), out=spare)
+        np.multiply(gradient, gradient, out=spare)
+        spare *= np.float32(0.001)
+        self._square *= np.float32(0.999)
+        self._square += spare
+        np.multiply(self._square, np.float32(1 / c2), out=spare)
+        np.sqrt(spare, out=spare)
+        spare += np.float32(1e-8)
+        np.divide(self._mean, spare, out=spare)
+        spare *= np.float32(LEARNING_RATE / c1)
+        for matrix in self._weights[::2]:
+            np.multiply(matrix, np.float32(1 - LEARNING_RATE * WEIGHT_DECAY), out=matrix)
+        self._all -= spare
+
+
+def _views(flat: Singles, shapes: Sequence[tuple[int, ...]]) -> list[Singles]:
+    """Arrays of these shapes that lie one behind the other in ``flat``."""
+    views, at = [], 0
+    for shape in shapes:
+        size = int(np.prod(shape))
+        views.append(flat[at : at + size].reshape(shape))
+        at += size
+    return views
