@@ -80,9 +80,9 @@ _ROUTING = frozenset(
 _SCHEMAS = frozenset({"parameters", "parameters_json_schema", "input_schema", "outer_typed_dict_key"})
 """JSON Schemas of tools: only their equality matters, so they go as a whole."""
 _MAX_DEPTH = 64
-_SHORT = 64
-_SHORT_MAX = 16_384
-"""Texts up to the first are remembered with what became of them, up to so many: names of models, agents and systems."""
+_SHORT = 2_048
+_SHORT_MAX = 4_096
+"""Texts up to the first are remembered with what became of them, up to so many: names of models and agents, schemas, tools."""
 _REMEMBERED = range(64, 16_384)
 """Lengths of JSON texts whose result is remembered: tool definitions and histories come again and again."""
 
@@ -103,6 +103,7 @@ class Redactor:
         self._remembered = lru_cache(512)(self._json_text)
         self._clean_key = lru_cache(4096)(self._make_clean_key)
         self._resource: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+        self._numbers: set[tuple[str, bool]] = set()
         self._short: dict[tuple[str, str, bool], tuple[str, Any]] = {}
         self.reserved_removed = 0
 
@@ -164,6 +165,8 @@ class Redactor:
         return SpanEvent(self._name(event.name), event.t_ns, self._attributes(event.attributes, genai))
 
     def _without_reserved(self, attributes: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        if RESERVED not in " ".join(attributes):
+            return attributes, 0
         bad = [k for k in attributes if k.startswith(RESERVED) and k not in _SENDERS_OWN]
         if not bad:
             return attributes, 0
@@ -174,6 +177,9 @@ class Redactor:
         found: dict[str, Any] = {}
         short = self._short
         for key, value in attributes.items():
+            if type(value) is int and (key, event) in self._numbers:
+                found[key] = value
+                continue
             if type(value) is not str or len(value) > _SHORT or key == "name":
                 key, value = self._attribute(key, value, attributes, event=event)  # noqa: PLW2901
                 found[key] = value
@@ -192,6 +198,8 @@ class Redactor:
         if key in self._exact or (self._prefixes and key.startswith(self._prefixes)):
             return key, value
         kind = classify(key, event)
+        if kind is KEEP and type(value) is int and len(self._numbers) < _SHORT_MAX:
+            self._numbers.add((key, event))
         if kind is KEEP or (kind is DROP and key == "name" and "logfire.msg_template" in attributes):
             return key, self._keep(value)
         if kind is not DROP:
