@@ -3,7 +3,7 @@
 The input is a recording of the dispatch desk's agents (tests/golden/assembly/desk.otlp.jsonl) copied with fresh ids, encoded
 as the protobuf requests that an SDK sends, and one outcome for each trace. Decoding, limits, redaction, the durable append
 (SQLite, synchronous=FULL) and all stages are inside the clock; HTTP is not (receiver.json has it).
-Run: .venv/bin/python benchmarks/pipeline.py [--orchestrations 3000]
+Run: .venv/bin/python benchmarks/pipeline.py [--orchestrations 10000]
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from spanloop.pipeline.log.sqlite import SqliteLog
 from spanloop.pipeline.otlp.decode_protobuf import decode_protobuf
 from spanloop.pipeline.otlp.files import read_spans
 from spanloop.pipeline.ports import NewRecord, new_record
+from spanloop.pipeline.runtimes.collecting import collect_rarely
 from spanloop.pipeline.runtimes.embedded import run_to_end
 from spanloop.pipeline.runtimes.process import build_stages
 from spanloop.pipeline.state.sqlite import SqliteState
@@ -151,7 +152,7 @@ class Stopwatch:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--orchestrations", type=int, default=3_000)
+    parser.add_argument("--orchestrations", type=int, default=10_000)
     options = parser.parse_args()
     settings = load_settings()
     requests, outcomes = workload(options.orchestrations)
@@ -170,6 +171,7 @@ def main() -> None:
         watch.watch(log, "read", "read")
         watch.watch(redactor, "span", "redact")
         count = 0
+        collect_rarely()
         begin, cpu = time.perf_counter(), time.process_time()
         for body in requests:
             with watch("decode"):

@@ -8,12 +8,13 @@ bootstrap), by a hash of its id.
 Deterministic: the minibatches of an update are drawn from a generator seeded by the update's number; everything that an update
 depends on is in ``to_dict`` and in the memory.
 
-Legend: K members, S states, B rows of a minibatch, F features, H hidden units.
+Legend: K members, S states, B lessons of a minibatch, F features, H hidden units.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -98,10 +99,12 @@ class ValueTrainer:
             error = 0.0
             for _ in range(steps):
                 chosen = rng.integers(0, len(batch.of_lesson), BATCH)
-                states = batch.of_lesson[chosen]
+                states, place = np.unique(batch.of_lesson[chosen], return_inverse=True)
                 inputs = self._dense([batch.states[i] for i in states]) if dense is None else dense[states]
                 self.steps += 1
-                error += descent.step(inputs, targets[:, chosen], batch.bags[:, chosen], self.steps) / steps
+                error += (
+                    descent.step(inputs, place, targets[:, chosen], batch.bags[:, chosen], self.steps) / steps
+                )
         if not all(np.isfinite(weight).all() for weight in self.model.weights):
             self.model.weights = saved
             self.moments = [(np.zeros_like(w), np.zeros_like(w)) for w in saved]
@@ -118,8 +121,7 @@ class ValueTrainer:
         bags: list[NDArray[np.int64]] = []
         members = len(self.model.weights[0])
         for example in examples:
-            seed = int(digest("bag", example.orchestration_id)[:15], 16)
-            bag = np.random.default_rng(seed).poisson(1.0, members)
+            bag = _bag(example.orchestration_id, members)
             for lesson in example.lessons:
                 if lesson.options:
                     with_options.append(len(of_lesson))
@@ -191,6 +193,13 @@ class ValueTrainer:
         return ValueTrainer(ValueModel.from_dict(data["model"]), data["updates"], moments, data["steps"])
 
 
+@lru_cache(maxsize=16_384)
+def _bag(orchestration_id: str, members: int) -> Ints:
+    """How often an orchestration counts in each member."""
+    seed = int(digest("bag", orchestration_id)[:15], 16)
+    return np.random.default_rng(seed).poisson(1.0, members)
+
+
 def _forward(weights: Sequence[Singles], inputs_BF: Singles) -> list[Singles]:
     """Both hidden layers and the output, each (K, B, width)."""
     table, b1, w2, b2, w3, b3 = weights
@@ -220,25 +229,34 @@ class _Descent:
         moments[:] = zip(_views(self._mean, shapes), _views(self._square, shapes), strict=True)
         self._gradients = _views(self._gradient, shapes)
 
-    def step(self, inputs_BF: Singles, targets_KB: Singles, bags_KB: Singles, number: int) -> float:
-        """One step, ``number`` (1, 2, ...) of the optimiser's life; returns the mean squared error before it."""
-        first, second, out = _forward(self._weights, inputs_BF)
+    def step(
+        self, inputs_SF: Singles, place_B: Ints, targets_KB: Singles, bags_KB: Singles, number: int
+    ) -> float:
+        """One step, ``number`` (1, 2, ...) of the optimiser's life; returns the mean squared error before it.
+
+        The minibatch's distinct states are evaluated once, with the summed weights and targets of their lessons
+        (``place_B`` is each lesson's state): the same gradient as lesson by lesson.
+        """
+        first, second, out = _forward(self._weights, inputs_SF)
         _, _, w2, _, w3, _ = self._weights
-        miss = out[..., 0] - targets_KB
-        d3 = (np.float32(2.0 / len(inputs_BF)) * miss * bags_KB)[..., None]
+        values_KS = out[..., 0]
+        of_BS = np.zeros((len(place_B), len(inputs_SF)), np.float32)
+        of_BS[np.arange(len(place_B)), place_B] = 1.0
+        pull_KS = values_KS * (bags_KB @ of_BS) - (bags_KB * targets_KB) @ of_BS
+        d3 = (np.float32(2.0 / len(place_B)) * pull_KS)[..., None]
         d2 = d3 * w3.transpose(0, 2, 1)
         d2 *= second > 0
         d1 = np.matmul(d2, w2.transpose(0, 2, 1))
         d1 *= first > 0
         g1, gb1, g2, gb2, g3, gb3 = self._gradients
-        np.matmul(inputs_BF.T, d1, out=g1)
+        np.matmul(inputs_SF.T, d1, out=g1)
         np.sum(d1, axis=1, keepdims=True, out=gb1)
         np.matmul(first.transpose(0, 2, 1), d2, out=g2)
         np.sum(d2, axis=1, keepdims=True, out=gb2)
         np.matmul(second.transpose(0, 2, 1), d3, out=g3)
         np.sum(d3, axis=1, keepdims=True, out=gb3)
         self._adam(number)
-        return float((miss * miss).mean())
+        return float(np.square(values_KS[:, place_B] - targets_KB).mean())
 
     def _adam(self, number: int) -> None:
         gradient, spare = self._gradient, self._spare

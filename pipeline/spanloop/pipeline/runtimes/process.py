@@ -21,6 +21,7 @@ import msgspec
 from spanloop.pipeline.clock import SystemClock
 from spanloop.pipeline.log.sqlite import SqliteLog
 from spanloop.pipeline.ports import Stage
+from spanloop.pipeline.runtimes.collecting import collect_rarely
 from spanloop.pipeline.runtimes.embedded import EmbeddedRuntime
 from spanloop.pipeline.state.sqlite import SqliteState
 from spanloop.schemas.errors import SpanloopError
@@ -66,6 +67,7 @@ def run(config: Path | None) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: runtime.stop())
     runtime.restore()
+    collect_rarely()
     print(json.dumps({"ready": "pipeline", "url": ""}), flush=True)  # noqa: T201 - the supervisor waits for it
     done = threading.Event()
     status = settings.workspace / "pipeline.json"
