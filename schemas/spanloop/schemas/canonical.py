@@ -109,7 +109,10 @@ def digest(*parts: str | bytes | int) -> str:
     """32 hex digits over the parts, each behind its length, so that ('a', 'bc') != ('ab', 'c')."""
     pieces: list[bytes] = []
     for part in parts:
-        raw = part if type(part) is bytes else str(part).encode("utf-8", "surrogatepass")
+        if type(part) is str:
+            raw = part.encode() if part.isascii() else part.encode("utf-8", "surrogatepass")
+        else:
+            raw = part if type(part) is bytes else str(part).encode()
         size = len(raw)
         pieces.append(_LENGTHS[size] if size < 256 else size.to_bytes(8, "big"))
         pieces.append(raw)

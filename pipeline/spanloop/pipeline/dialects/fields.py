@@ -35,9 +35,11 @@ _LINKS = 128
 
 def text(value: Any) -> str:
     """A text as it is, a number as text, anything else empty."""
-    if isinstance(value, str):
+    if type(value) is str:
         return value
-    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else ""
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
 
 
 def integer(value: Any) -> int | None:
@@ -151,11 +153,11 @@ def argument_hashes(arguments: Any) -> tuple[str, ...]:
 
 def base_fields(span: Span) -> dict[str, Any]:
     """The fields of an operation that no dialect changes."""
-    flags = []
-    if span.dropped_attributes or span.attributes.get("spanloop.truncated"):
-        flags.append("truncated_attributes")
-    if span.attributes.get("spanloop.flags"):
-        flags.append("repaired_attributes")
+    attributes, flags = span.attributes, ()
+    if span.dropped_attributes or attributes.get("spanloop.truncated"):
+        flags = ("truncated_attributes",)
+    if attributes.get("spanloop.flags"):
+        flags = (*flags, "repaired_attributes")
     fields: dict[str, Any] = {
         "trace_id": span.trace_id,
         "span_id": span.span_id,
@@ -164,7 +166,7 @@ def base_fields(span: Span) -> dict[str, Any]:
         "end_ns": span.end_ns,
         "name": span.name,
         "layer": span.scope,
-        "flags": tuple(flags),
+        "flags": flags,
     }
     if span.status == "error":
         fields["status"] = "error"

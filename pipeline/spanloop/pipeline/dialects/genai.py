@@ -7,6 +7,7 @@ Functions here are also the ground on which the dialects that extend GenAI stand
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from spanloop.pipeline.dialects.fields import (
@@ -31,7 +32,7 @@ from spanloop.pipeline.dialects.operation import (
 )
 from spanloop.schemas.spans import Span
 
-__all__ = ["NAME", "call_facts", "matches", "read", "transfer_of"]
+__all__ = ["NAME", "call_facts", "matches", "read", "read_fields", "tool_name", "transfer_of"]
 
 NAME = "genai"
 
@@ -73,24 +74,39 @@ def matches(span: Span) -> bool:
 
 def read(span: Span) -> Operation:
     """A span as GenAI names it."""
+    return Operation(**read_fields(span))
+
+
+def read_fields(
+    span: Span,
+    tool_of: Callable[[Span], ToolFacts] | None = None,
+    tasks: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """The fields of a span's operation.
+
+    Args:
+        span: as received.
+        tool_of: reads a tool call in a dialect that extends GenAI.
+        tasks: attributes of an agent run that such a dialect keeps its task in.
+    """
     attributes = span.attributes
     kind = kind_of(span)
     fields = base_fields(span)
     fields["kind"] = kind
-    if text(attributes.get("error.type")):
+    if "error.type" in attributes and text(attributes["error.type"]):
         fields["status"] = "error"
     fields["agent"] = text(first(attributes, "gen_ai.agent.name", "agent_name"))
-    fields["run_id"] = text(first(attributes, "gen_ai.agent.call.id"))
+    fields["run_id"] = text(attributes.get("gen_ai.agent.call.id"))
     fields["conversation"] = text(first(attributes, "gen_ai.conversation.id", "session.id"))
     if kind == "model_call":
         fields["call"], bad = call_facts(attributes)
         if bad:
             fields["flags"] = (*fields["flags"], "unparsed_messages")
     elif kind == "tool_call":
-        fields["tool"] = _tool_facts(span)
-        fields["handover"] = transfer_of(fields["tool"].tool, attributes)
+        tool = fields["tool"] = (tool_of or _tool_facts)(span)
+        fields["handover"] = transfer_of(tool.tool, attributes)
     elif kind == "agent_run":
-        fields["run"] = agent_facts(attributes)
+        fields["run"] = agent_facts(attributes, *tasks)
         fields["agent"] = fields["agent"] or _name_after(span.name, "invoke_agent ")
     elif kind == "workflow":
         fields["name"] = text(attributes.get("gen_ai.workflow.name")) or span.name
@@ -102,7 +118,7 @@ def read(span: Span) -> Operation:
             target=text(first(attributes, "gen_ai.handoff.to_agent", "gen_ai.transfer.target.name")),
             mode=text(attributes.get("gen_ai.transfer.mode")) or "pass_control",
         )
-    return Operation(**fields)
+    return fields
 
 
 def kind_of(span: Span) -> str:
@@ -135,10 +151,11 @@ def usage(attributes: dict[str, Any], *prefixes: str) -> tuple[int | None, int |
 
 def call_facts(attributes: dict[str, Any]) -> tuple[CallFacts, bool]:
     """A model call's facts, and whether some message could not be read."""
-    output, output_ok = messages(attributes.get("gen_ai.output.messages"))
-    asked = asked_calls(output)
-    if not output_ok and isinstance(attributes.get("gen_ai.output.messages"), str):
-        asked = tuple(Asked(i, n) for i, n in _CUT_CALL.findall(attributes["gen_ai.output.messages"]))
+    said = attributes.get("gen_ai.output.messages")
+    output, output_ok = messages(said)
+    asked = asked_calls(output) if output else ()
+    if not output_ok and isinstance(said, str):
+        asked = tuple(Asked(i, n) for i, n in _CUT_CALL.findall(said))
     elif not output:
         asked = _old_calls(attributes)
     history, history_ok = messages(attributes.get("gen_ai.input.messages"))
@@ -164,9 +181,16 @@ def _old_calls(attributes: dict[str, Any]) -> tuple[Asked, ...]:
     return tuple(asked for _, asked in sorted(found, key=lambda item: item[0]))
 
 
+def tool_name(span: Span) -> str:
+    """Name of the tool that a span runs."""
+    return (
+        text(span.attributes.get("gen_ai.tool.name")) or _name_after(span.name, "execute_tool ") or span.name
+    )
+
+
 def _tool_facts(span: Span) -> ToolFacts:
     attributes = span.attributes
-    name = text(attributes.get("gen_ai.tool.name")) or _name_after(span.name, "execute_tool ") or span.name
+    name = tool_name(span)
     ghost = name == "(merged tools)" or span.name == "execute_tool (merged)"
     return ToolFacts(
         tool=name,

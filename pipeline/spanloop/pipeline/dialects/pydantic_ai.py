@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from spanloop.pipeline.dialects import genai
 from spanloop.pipeline.dialects.fields import argument_hashes, text
 from spanloop.pipeline.dialects.operation import Operation, ToolFacts
@@ -34,25 +32,17 @@ def matches(span: Span) -> bool:
 
 def read(span: Span) -> Operation:
     """A GenAI operation with pydantic-ai's tool roles and agent tasks."""
-    operation = genai.read(span)
-    if operation.kind == "tool_call":
-        return msgspec.structs.replace(operation, tool=_tool_facts(span, operation.tool))
-    if operation.kind == "agent_run":
-        return msgspec.structs.replace(
-            operation,
-            agent=operation.agent or text(span.attributes.get("agent_name")),
-            run=genai.agent_facts(span.attributes, "pydantic_ai.all_messages", "all_messages_events"),
-        )
-    return operation
+    tasks = ("pydantic_ai.all_messages", "all_messages_events")
+    return Operation(**genai.read_fields(span, _tool_facts, tasks))
 
 
-def _tool_facts(span: Span, facts: ToolFacts | None) -> ToolFacts:
+def _tool_facts(span: Span) -> ToolFacts:
     attributes = span.attributes
-    name = facts.tool if facts else text(attributes.get("gen_ai.tool.name"))
+    name = genai.tool_name(span)
     arguments: Any = attributes.get("gen_ai.tool.call.arguments", attributes.get("tool_arguments"))
     return ToolFacts(
         tool=name,
-        call_id=facts.call_id if facts else "",
+        call_id=text(attributes.get("gen_ai.tool.call.id")),
         role=_role(span, name),
         argument_hashes=argument_hashes(arguments),
     )
