@@ -171,6 +171,8 @@ def _spans(records: Sequence[LogRecord]) -> tuple[dict[str, Columns], int]:
             "source": [b.source for b in batches],
             "received": _times(r.appended_ns for r in heads),
             "position": list(positions),
+            "repeat": [False] * len(spans),
+            "partition": [r.partition for r in heads],
             "offset": [r.offset for r in heads],
         }
     }, bad
@@ -184,6 +186,7 @@ def _owners(owners: Sequence[tuple[LogRecord, Any]]) -> Columns:
         "tenant": [o.tenant for _, o in owners],
         "orchestration_id": [o.orchestration_id for _, o in owners],
         "revision": [o.revision for _, o in owners],
+        "partition": [r.partition for r, _ in owners],
         "offset": [r.offset for r, _ in owners],
     }
 
@@ -427,6 +430,7 @@ def _policies(rows: Decoded) -> dict[str, Columns]:
             "n": counts,
             "reason": [_first(event, ("reason", "injected")) for event in events],
             "details": [_json(event) for event in events],
+            "partition": [r.partition for r, _ in rows],
             "offset": [r.offset for r, _ in rows],
         }
     }
@@ -449,6 +453,7 @@ def _feedback(rows: Decoded) -> dict[str, Columns]:
             "observed": _times(e.observed_ns for e in events),
             "observed_ns": _int64(e.observed_ns for e in events),
             "received": _times(r.appended_ns for r, _ in rows),
+            "partition": [r.partition for r, _ in rows],
             "offset": [r.offset for r, _ in rows],
         }
     }
@@ -464,6 +469,7 @@ def _models(rows: Decoded) -> dict[str, Columns]:
             "trained_on": [e.trained_on for e in events],
             "published": _times(r.appended_ns for r, _ in rows),
             "parameters": [_json(e.parameters) for e in events],
+            "partition": [r.partition for r, _ in rows],
             "offset": [r.offset for r, _ in rows],
         }
     }
@@ -481,6 +487,7 @@ def _dead_letters(rows: Decoded) -> dict[str, Columns]:
             "logged": _times(r.appended_ns for r, _ in rows),
             "details": [_json(e.details) for e in events],
             "data": [e.data for e in events],
+            "partition": [r.partition for r, _ in rows],
             "offset": [r.offset for r, _ in rows],
         }
     }

@@ -39,7 +39,7 @@ class View(NamedTuple):
 
 
 def _table(name: str, topic: str, /, **columns: pa.DataType) -> Table:
-    return Table(name, topic, pa.schema([*columns.items(), ("offset", _INT)]))
+    return Table(name, topic, pa.schema([*columns.items(), ("partition", pa.int32()), ("offset", _INT)]))
 
 
 _ORCHESTRATION = {"tenant": _STR, "orchestration_id": _STR, "revision": _INT}
@@ -53,7 +53,7 @@ TABLES: dict[str, Table] = {
             status=_STR, status_message=_STR, started=_TIME, ended=_TIME, duration_ms=_FLOAT, start_ns=_INT, end_ns=_INT,
             operation=_STR, agent=_STR, tool=_STR, model=_STR, response_id=_STR, input_tokens=_INT, output_tokens=_INT,
             policy_version=_STR, scope=_STR, service=_STR, attributes=_STR, events=_STR, links=_STR, resource=_STR,
-            source=_STR, received=_TIME, position=_INT,
+            source=_STR, received=_TIME, position=_INT, repeat=_BOOL,
         ),
         _table(
             "orchestrations", topics.ORCHESTRATIONS, **_ORCHESTRATION, complete=_BOOL, merged_into=_STR, content_hash=_STR,
@@ -122,7 +122,7 @@ TABLES_OF_TOPIC: dict[str, tuple[str, ...]] = {
 
 def _last(table: str, *, of: str = "orchestrations") -> str:
     """Rows of the last revision of each orchestration, without those that a join swallowed."""
-    return f"""SELECT t.* EXCLUDE ("offset") FROM t_{table} t
+    return f"""SELECT t.* EXCLUDE (partition, "offset") FROM t_{table} t
 SEMI JOIN (SELECT tenant, orchestration_id, max(revision) AS revision FROM t_{of} GROUP BY tenant, orchestration_id) l
 USING (tenant, orchestration_id, revision)
 ANTI JOIN (SELECT tenant, orchestration_id FROM t_orchestrations WHERE merged_into <> '') m
@@ -130,12 +130,12 @@ USING (tenant, orchestration_id)"""  # noqa: S608
 
 
 def _plain(table: str) -> str:
-    return f'SELECT * EXCLUDE ("offset") FROM t_{table}'  # noqa: S608
+    return f'SELECT * EXCLUDE (partition, "offset") FROM t_{table}'  # noqa: S608
 
 
-_SPANS_SQL = """SELECT * EXCLUDE ("offset", position) FROM t_spans WHERE ("offset", position) IN
+_SPANS_SQL = """SELECT * EXCLUDE (partition, "offset", position, repeat) FROM t_spans WHERE ("offset", position) IN
 (SELECT min(("offset", position)) FROM t_spans GROUP BY tenant, trace_id, span_id)"""
-_FEEDBACK_SQL = """SELECT * EXCLUDE ("offset") FROM t_feedback WHERE "offset" IN
+_FEEDBACK_SQL = """SELECT * EXCLUDE (partition, "offset") FROM t_feedback WHERE "offset" IN
 (SELECT arg_max("offset", (observed_ns, feedback_id)) FROM t_feedback GROUP BY tenant, target_kind, target_id, name, scorer)"""
 _ORDERED = ("orchestrations", "rewards", "credits", "samples", "feedback")
 
