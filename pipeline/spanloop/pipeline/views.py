@@ -133,8 +133,10 @@ def _plain(table: str) -> str:
     return f'SELECT * EXCLUDE (partition, "offset") FROM t_{table}'  # noqa: S608
 
 
-_SPANS_SQL = """SELECT * EXCLUDE (partition, "offset", position, repeat) FROM t_spans WHERE ("offset", position) IN
-(SELECT min(("offset", position)) FROM t_spans GROUP BY tenant, trace_id, span_id)"""
+_SPANS_SQL = (
+    """SELECT * EXCLUDE (partition, "offset", position, repeat) FROM t_spans WHERE repeat IS NOT TRUE"""
+)
+"""Whether a span came before is found when it is archived or loaded (``archive.repeats``): no query groups all spans."""
 _FEEDBACK_SQL = """SELECT * EXCLUDE (partition, "offset") FROM t_feedback WHERE "offset" IN
 (SELECT arg_max("offset", (observed_ns, feedback_id)) FROM t_feedback GROUP BY tenant, target_kind, target_id, name, scorer)"""
 _ORDERED = ("orchestrations", "rewards", "credits", "samples", "feedback")

@@ -1,36 +1,41 @@
-"""Parquet cache of the log for the read side: ``WORKSPACE/archive/TABLE/FROM-TO.parquet`` plus a live tail.
+"""Tables for the read side: the archive's files plus what is not in them, up to the log's end at the time of the call.
 
-Place in the flow: ``query`` asks for tables; full segments of ``SEGMENT_RECORDS`` records of a topic are decoded once and
-kept, what comes after the last full segment is decoded at each query. Segments are cut by record count from the start of
-the topic, so every process cuts them alike and two queries at once write the same files.
+Place in the flow: ``query`` asks for tables and puts SQL on top. In a workspace with the embedded log a query also fills the
+archive with full ranges where nobody else does, so that the next one decodes less.
 
-Invariants: the log is the truth and the archive a cache, to be deleted at will. A file appears by rename after fsync; a
-file is used only when its footer can be read and names the table's schema version, its range, and the event id that the log
-holds at the range's end; any other file is rebuilt.
+Invariants: every record of the log is in exactly one of files and tail, whatever an archiver, a merge or a repair does
+meanwhile. A file that is missing or cut is not used: its rows come from the raw file or the log. What neither has is named in
+``lost``. An archive of another log is not believed.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from spanloop.pipeline.columns import build
-from spanloop.pipeline.ports import Log, LogRecord
-from spanloop.pipeline.views import TABLES, TABLES_OF_TOPIC
+from spanloop.pipeline.archive.encoding import fault
+from spanloop.pipeline.archive.files import LocalFiles
+from spanloop.pipeline.archive.manifest import RAW, Range, gaps
+from spanloop.pipeline.archive.raw import ArchiveStore, Listing
+from spanloop.pipeline.archive.repair import stale_tables, verify
+from spanloop.pipeline.archive.source import chunk, contradicts, read_range, records_of
+from spanloop.pipeline.archive.writer import decode, write_range
+from spanloop.pipeline.log.memory import MemoryLog
+from spanloop.pipeline.log.sqlite import SqliteLog
+from spanloop.pipeline.ports import Log, LogRecord, topic_of
+from spanloop.pipeline.views import TABLES
+from spanloop.schemas.errors import TransientError
 
-__all__ = ["SEGMENT_RECORDS", "TABLES_VERSION", "Archive", "Loaded"]
+__all__ = ["SEGMENT_RECORDS", "Archive", "Loaded"]
 
 SEGMENT_RECORDS = 5_000
-"""Records of a topic in one file; also the most that a query decodes afresh per topic."""
-TABLES_VERSION = "1"
-"""Raise it when a table's columns or their meaning change: older files are then rebuilt."""
-_READ_RECORDS = 1_000
+"""Records of a source that a query leaves undecoded at most before it writes them to an embedded workspace's archive."""
+_FAR = 4
+"""A query that finds this many segments missing writes them as one range."""
 
 logger = logging.getLogger(__name__)
 
@@ -39,165 +44,216 @@ class Loaded(NamedTuple):
     """A table as files and a tail in memory."""
 
     name: str
-    files: tuple[Path, ...]
+    files: tuple[str, ...]
+    """As ``ArchiveStore.filesystem`` opens them; read by column name, since older files may lack columns."""
     tail: pa.Table
     unreadable: int
-    """Records of the tail and of segments built now that could not be decoded."""
-
-
-class _Segment(NamedTuple):
-    first: int
-    last: int
+    """Records of the topic that gave no rows."""
+    lost: tuple[str, ...] = ()
+    """What is missing from this table, and why."""
 
 
 class Archive:
-    """Reads tables of a log through the cache below ``folder``."""
+    """Reads tables of a log through its archive.
 
-    def __init__(self, log: Log, folder: Path, *, segment_records: int = SEGMENT_RECORDS) -> None:
+    Args:
+        log: Of the deployment.
+        store: Its archive; a path stands for a folder.
+        segment_records: Records of one range that a query writes itself.
+        fill: Whether queries write full ranges. Default: over an embedded log with an archive on the local disk, which is
+            then a cache.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        store: ArchiveStore | Path,
+        *,
+        segment_records: int = SEGMENT_RECORDS,
+        fill: bool | None = None,
+    ) -> None:
+        self.store = store if isinstance(store, ArchiveStore) else ArchiveStore(LocalFiles(store))
         self._log = log
-        self._folder = folder
         self._segment_records = segment_records
-        self._writable = True
+        embedded = isinstance(log, SqliteLog | MemoryLog)
+        self._fill = self.store.files.local and embedded if fill is None else fill
+        self._distrusted: set[str] = set()
 
     def load(self, names: Iterable[str]) -> dict[str, Loaded]:
-        """Tables by name, up to the log's end at the time of the call."""
+        """Tables by name, up to the log's end at the time of the call.
+
+        Raises:
+            TransientError: log or archive do not answer.
+        """
         wanted = sorted(set(names))
+        topics = sorted({TABLES[name].topic for name in wanted})
+        ends = {source: self._log.end(source) for topic in topics for source in self._log.sources(topic)}
+        listing = self._listing(topics)
+        if self._fill and self._filled(ends, listing):
+            listing = self._listing(topics)
         loaded: dict[str, Loaded] = {}
-        for topic in sorted({TABLES[name].topic for name in wanted}):
+        for topic in topics:
             tables = tuple(name for name in wanted if TABLES[name].topic == topic)
-            loaded |= self._load_topic(topic, tables)
+            loaded |= self._topic(topic, tables, listing, ends)
         return loaded
 
     def discard(self, names: Iterable[str]) -> None:
-        """Delete the files of these tables (a reader found one damaged behind a sound footer)."""
-        for name in names:
-            for segment in self._listed(name):
-                self._path(name, segment).unlink(missing_ok=True)
+        """A reader found a file of these tables damaged behind a sound footer: find it, and use it no more.
 
-    def _load_topic(self, topic: str, tables: tuple[str, ...]) -> dict[str, Loaded]:
-        files: dict[str, list[Path]] = {name: [] for name in tables}
+        The next ``load`` takes the rows from elsewhere; an embedded workspace's archive is repaired at once.
+        """
+        wanted = set(names)
+        topics = sorted({TABLES[name].topic for name in wanted})
+        try:
+            for live in self._listing(topics).live.values():
+                for info in (info for item in live for info in item.files if info.kind in wanted):
+                    if fault(self.store.files, info, deep=True):
+                        self._distrusted.add(info.path)
+            if self._fill and self._distrusted:
+                with self.store.files.writer() as mine:
+                    if mine:
+                        verify(self.store, self._log, topics=topics, deep=True)
+        except OSError as exc:
+            logger.warning("archive_not_repaired: %s", exc)
+
+    def _listing(self, topics: Sequence[str]) -> Listing:
+        try:
+            listing = self.store.listing(topics)
+        except OSError as exc:
+            if not self._fill:
+                raise TransientError(
+                    f"the archive in {self.store.files.uri('')} cannot be read: {exc}; is it reachable, are archive.url and "
+                    "archive.endpoint right?"
+                ) from exc
+            logger.warning("archive_not_read: %s; queries decode the log itself, which is slower", exc)
+            return Listing({}, {}, [])
+        if self._fill:
+            for source in [s for s, live in listing.live.items() if contradicts(self._log, s, live)]:
+                logger.warning(
+                    "archive_of_another_log: what %s holds of %s was made from another log and is not used; move it away",
+                    self.store.files.uri(""),
+                    source,
+                )
+                del listing.live[source]
+        return listing
+
+    def _filled(self, ends: dict[str, int], listing: Listing) -> bool:
+        """Write the full ranges that are missing at the end; False where there are none or nobody may."""
+        behind = {source: live[-1].last if (live := listing.live.get(source)) else -1 for source in ends}
+        if all(ends[source] - behind[source] < self._segment_records for source in ends):
+            return False
+        written = False
+        try:
+            with self.store.files.writer() as mine:
+                if not mine:
+                    return False
+                for source, end in ends.items():
+                    topic, partition = topic_of(source)
+                    live = self.store.listing([topic]).live.get(source, [])
+                    if live and contradicts(self._log, source, live):
+                        continue
+                    after = live[-1].last if live else -1
+                    while end - after >= self._segment_records:
+                        far = end - after >= _FAR * self._segment_records
+                        records = chunk(
+                            self._log, source, after, end, self._segment_records * (_FAR if far else 1)
+                        )
+                        if not records or (
+                            len(records) < self._segment_records and records[-1].offset == end
+                        ):
+                            break
+                        write_range(self.store, topic, partition, records)
+                        written = True
+                        after = records[-1].offset
+        except OSError as exc:
+            self._fill = False
+            logger.warning(
+                "archive_not_written: %s; queries work, only slower. Free space below %s",
+                exc,
+                self.store.files.uri(""),
+            )
+        return written
+
+    def _topic(
+        self, topic: str, tables: tuple[str, ...], listing: Listing, ends: dict[str, int]
+    ) -> dict[str, Loaded]:
+        sources = [source for source in {**ends, **listing.live} if topic_of(source)[0] == topic]
+        live = {source: listing.live.get(source, []) for source in sources}
+        unusable = self._unusable([item for ranges in live.values() for item in ranges], tables)
+        files: dict[str, list[str]] = {name: [] for name in tables}
         extra: dict[str, list[pa.Table]] = {name: [] for name in tables}
-        unreadable, after, end = 0, -1, self._log.end(topic)
-        listed = self._listed(tables[0])
-        while after < end:
-            segment = self._known_segment(topic, tables, after, listed)
-            if segment is None:
-                records = self._chunk(topic, after, end)
-                if not records:
-                    break
-                built, bad = build(topic, records)
-                unreadable += bad
-                segment = _Segment(records[0].offset, records[-1].offset)
-                full = len(records) == self._segment_records
-                if not (full and self._save(topic, built, segment, records[-1].event_id)):
-                    for name in tables:
-                        extra[name].append(built[name])
-                    after = segment.last
-                    continue
-            for name in tables:
-                files[name].append(self._path(name, segment))
-            after = segment.last
+        lost: list[str] = []
+        unreadable = 0
+        sound = [item for ranges in live.values() for item in ranges if (item.path, topic) not in unusable]
+
+        batches: dict[tuple[str, ...], list[LogRecord]] = {}
+        for source in sources:
+            for item in live[source]:
+                unreadable += item.unreadable
+                again = tuple(name for name in tables if (item.path, name) in unusable)
+                lost += [
+                    f"{item.source} {item.name}: {loss.reason}"
+                    for loss in item.lost
+                    if loss.kind in (*tables, RAW)
+                ]
+                for info in item.files:
+                    if info.kind in tables and info.kind not in again:
+                        files[info.kind].append(self.store.files.full(info.path))
+                if again:
+                    records = self._again(item)
+                    if records is None:
+                        lost.append(f"{item.source} {item.name}: its {', '.join(again)} cannot be read")
+                    else:
+                        batches.setdefault(again, []).extend(records)
+            after = live[source][-1].last if live[source] else -1
+            for first, last in [*gaps(live[source]), (after + 1, ends.get(source, -1))]:
+                batches.setdefault(tables, []).extend(read_range(self._log, source, first, last))
+        for names, records in batches.items():
+            built = decode(topic, records, self.store, sound)
+            unreadable += built.unreadable if names == tables else 0
+            for name in names:
+                extra[name].append(built.tables[name])
         return {
-            name: Loaded(name, tuple(files[name]), self._concat(name, extra[name]), unreadable)
+            name: Loaded(name, tuple(files[name]), _concat(name, extra[name]), unreadable, tuple(lost))
             for name in tables
         }
 
-    @staticmethod
-    def _concat(name: str, parts: Sequence[pa.Table]) -> pa.Table:
-        return pa.concat_tables(parts) if parts else TABLES[name].schema.empty_table()
+    def _unusable(self, ranges: Sequence[Range], tables: tuple[str, ...]) -> set[tuple[str, str]]:
+        """(manifest path, table) whose files cannot be used as they are."""
+        found = set()
+        checked = []
+        for item in ranges:
+            found |= {(item.path, name) for name in stale_tables(item) if name in tables}
+            for info in item.files:
+                if info.kind in tables:
+                    checked.append((item, info))
+                    if info.path in self._distrusted:
+                        found.add((item.path, info.kind))
+        if self.store.files.local:
+            sizes = self.store.files.sizes([info.path for _, info in checked])
+            found |= {
+                (item.path, info.kind)
+                for (item, info), size in zip(checked, sizes, strict=True)
+                if size != info.bytes
+            }
+        return found
 
-    def _path(self, table: str, segment: _Segment) -> Path:
-        return self._folder / table / f"{segment.first}-{segment.last}.parquet"
-
-    def _known_segment(
-        self, topic: str, tables: tuple[str, ...], after: int, listed: list[_Segment]
-    ) -> _Segment | None:
-        """The segment that begins with the next record after ``after``, where all ``tables`` have a sound file of it."""
-        start = self._log.read([topic], {topic: after}, 1) if listed else []
-        for segment in listed:
-            if not start or segment.first != start[0].offset:
-                continue
-            last = self._log.read([topic], {topic: segment.last - 1}, 1)
-            if last and last[0].offset == segment.last:
-                event_id = last[0].event_id
-                if all(self._sound(name, segment, event_id) for name in tables):
-                    return segment
-        return None
-
-    def _listed(self, table: str) -> list[_Segment]:
-        found = []
-        folder = self._folder / table
-        for path in folder.glob("*-*.parquet") if folder.is_dir() else ():
-            first, _, last = path.stem.partition("-")
-            if first.isdigit() and last.isdigit():
-                found.append(_Segment(int(first), int(last)))
-        return sorted(found)
-
-    def _sound(self, table: str, segment: _Segment, event_id: str) -> bool:
+    def _again(self, item: Range) -> list[LogRecord] | None:
+        """All records of a range, from its raw files or the log."""
+        raw = [info for info in item.files if info.kind == RAW]
         try:
-            schema = pq.read_schema(self._path(table, segment))
-        except (OSError, pa.ArrowInvalid):
-            return False
-        expected = _footer(table, segment, event_id)
-        return all((schema.metadata or {}).get(key) == value for key, value in expected.items())
-
-    def _chunk(self, topic: str, after: int, end: int) -> list[LogRecord]:
-        """The next records after ``after``, no further than offset ``end`` and no more than a segment."""
-        chunk: list[LogRecord] = []
-        while after < end and len(chunk) < self._segment_records:
-            records = self._log.read(
-                [topic], {topic: after}, min(_READ_RECORDS, self._segment_records - len(chunk))
-            )
-            if not records:
-                break
-            chunk += [record for record in records if record.offset <= end]
-            after = records[-1].offset
-        return chunk
-
-    def _save(self, topic: str, built: dict[str, pa.Table], segment: _Segment, event_id: str) -> bool:
-        """Write one file for each table of the topic; False where the disk does not take them (the query goes on)."""
-        if not self._writable:
-            return False
-        try:
-            for name in TABLES_OF_TOPIC[topic]:
-                self._write(name, built[name], segment, event_id)
-        except OSError as exc:
-            self._writable = False
-            logger.warning(
-                "archive_not_written: %s; queries work, only slower. Free space below %s", exc, self._folder
-            )
-            return False
-        return True
-
-    def _write(self, name: str, table: pa.Table, segment: _Segment, event_id: str) -> None:
-        path = self._path(name, segment)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                pq.write_table(
-                    table.replace_schema_metadata(_footer(name, segment, event_id)),
-                    file,
-                    compression="zstd",
-                    write_page_checksum=True,
-                )
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+            records = [
+                record
+                for info in raw
+                for part in self.store.records(self.store.files.full(info.path))
+                for record in part
+            ]
+        except (OSError, pa.ArrowException):
+            records = []
+        if len(records) == item.records:
+            return sorted(records, key=lambda record: record.offset)
+        return records_of(self._log, item)
 
 
-def _footer(table: str, segment: _Segment, event_id: str) -> dict[bytes, bytes]:
-    return {
-        b"spanloop.tables": TABLES_VERSION.encode(),
-        b"spanloop.table": table.encode(),
-        b"spanloop.first": str(segment.first).encode(),
-        b"spanloop.last": str(segment.last).encode(),
-        b"spanloop.last_event_id": event_id.encode(),
-    }
+def _concat(name: str, parts: Sequence[pa.Table]) -> pa.Table:
+    return pa.concat_tables(parts) if parts else TABLES[name].schema.empty_table()

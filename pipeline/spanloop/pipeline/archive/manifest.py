@@ -71,8 +71,12 @@ class Range(msgspec.Struct, frozen=True, omit_defaults=True):
     written_ns: int
     first_offset: int = -1
     """Offset of its first record; ``first`` may lie before it."""
+    last_offset: int = -1
+    """Offset of its last record, at most ``last``."""
     first_event_id: str = ""
     last_event_id: str = ""
+    value_bytes: int = 0
+    """Sum of its records' values, uncompressed."""
     unreadable: int = 0
     """Records that gave no rows."""
     version: str = ""
@@ -83,6 +87,8 @@ class Range(msgspec.Struct, frozen=True, omit_defaults=True):
     lost: tuple[Lost, ...] = ()
     replaces: tuple[str, ...] = ()
     """Names of the manifests that a merged range stands for."""
+    retired: tuple[str, ...] = ()
+    """Files that a repair took out; readers may still use them for the grace period."""
     format: int = FORMAT
 
     @property

@@ -20,12 +20,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyarrow.fs import FileSystem
 
 from spanloop.pipeline.archive.files import Entry, Files, open_files
 from spanloop.pipeline.archive.manifest import RANGES, RAW, FileInfo, Range, gaps, resolve
-from spanloop.pipeline.ports import LogRecord, source_of
+from spanloop.pipeline.clock import SystemClock
+from spanloop.pipeline.ports import Clock, LogRecord, source_of
 from spanloop.pipeline.views import TABLES
 from spanloop.schemas.settings import Settings
 
@@ -79,10 +82,14 @@ class ArchiveStore:
 
     Args:
         files: Where it lies.
+        clock: Says when a range was written and when a grace period is over.
     """
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: Files, clock: Clock | None = None) -> None:
         self.files = files
+        self.clock = clock or SystemClock()
+        self.indexes: dict[str, np.ndarray] = {}
+        """Indexes that were read, by path; see ``repeats``."""
         self._cache: dict[Entry, Range | None] = {}
 
     @classmethod
@@ -97,7 +104,7 @@ class ArchiveStore:
         )
 
     @property
-    def filesystem(self) -> pa.fs.FileSystem:
+    def filesystem(self) -> FileSystem:
         """Opens the paths of ``RawFile`` and ``table_files``."""
         return self.files.filesystem
 

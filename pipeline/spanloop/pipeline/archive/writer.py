@@ -10,44 +10,49 @@ Invariants: a range begins where the last one ended. Nothing is visible before t
 from __future__ import annotations
 
 import hashlib
-import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
+import pyarrow.compute
 
+from spanloop.pipeline.archive.encoding import ROW_GROUP_ROWS, fault, footer_hash, parquet, sort
 from spanloop.pipeline.archive.files import Files
-from spanloop.pipeline.archive.manifest import RAW, FileInfo, Range, data_path, date_of, tenant_of
+from spanloop.pipeline.archive.manifest import RAW, FileInfo, Lost, Range, data_path, date_of, tenant_of
 from spanloop.pipeline.archive.raw import RAW_SCHEMA, ArchiveStore
+from spanloop.pipeline.archive.repeats import INDEX, index_of, index_path, mark
 from spanloop.pipeline.columns import build
-from spanloop.pipeline.ports import LogRecord
+from spanloop.pipeline.ports import LogRecord, source_of
 from spanloop.pipeline.views import TABLES, TABLES_OF_TOPIC
 from spanloop.schemas.errors import TerminalError
 
-__all__ = ["TABLES_VERSION", "footer_hash", "parquet", "schema_of", "write_range"]
+__all__ = [
+    "RECORDS",
+    "TABLES_VERSION",
+    "Attempt",
+    "Built",
+    "Group",
+    "by_group",
+    "decode",
+    "group_of",
+    "save",
+    "schemas_of",
+    "write_range",
+    "write_tables",
+]
 
 TABLES_VERSION = "2"
 """Raise it when a column's meaning changes: tables of older ranges are then rebuilt from their raw files. New columns and
 new tables need no new version."""
-ROW_GROUP_ROWS = 65_536
+RECORDS = b"spanloop.records"
+"""Key in a raw file's footer: records of the whole range."""
+_DECODE_RECORDS = 2_000
+"""Records that are Python objects at the same time."""
 _RAW_GROUP_BYTES = 16 * 2**20
-_SORTED = ("tenant", "orchestration_id", "trace_id", "revision")
-"""Rows are sorted by those of these columns that a table has, then stay in log order."""
-_BLOOM = ("trace_id", "orchestration_id")
-_PLAIN = (
-    "attributes", "events", "links", "span_id", "parent_span_id", "id", "details", "data", "parameters", "content_hash",
-    "response_id", "call_id", "started", "ended", "start_ns", "end_ns", "duration_ms", "t_ns", "t", "event_id", "value",
-    "offset", "appended_ns", "key", "prompt_token_ids.list.element", "response_token_ids.list.element",
-    "logprobs.list.element",
-)  # fmt: skip
-"""Columns whose values rarely repeat: no dictionary."""
-
-_Group = tuple[str, str]
+Group = tuple[str, str]
 """Tenant and UTC day."""
 
 
@@ -58,61 +63,16 @@ class Built(NamedTuple):
     unreadable: int
 
 
-def footer_hash(data: bytes) -> str:
-    """sha256 of the Parquet footer at the end of ``data``; of all of ``data`` where there is none.
-
-    >>> footer_hash(b"") == hashlib.sha256(b"").hexdigest()
-    True
-    """
-    if len(data) >= 8 and data[-4:] == b"PAR1":
-        size = int.from_bytes(data[-8:-4], "little") + 8
-        if size <= len(data):
-            data = data[-size:]
-    return hashlib.sha256(data).hexdigest()
+def schemas_of(topic: str) -> dict[str, dict[str, str]]:
+    """Table -> column -> Arrow type of all tables of a topic, as manifests keep it."""
+    return {
+        name: {field.name: str(field.type) for field in TABLES[name].schema}
+        for name in TABLES_OF_TOPIC[topic]
+    }
 
 
-def schema_of(table: pa.Table | pa.Schema) -> dict[str, str]:
-    """Column -> Arrow type, as manifests keep it."""
-    schema = table if isinstance(table, pa.Schema) else table.schema
-    return {field.name: str(field.type) for field in schema}
-
-
-def parquet(table: pa.Table, *, row_group: int = ROW_GROUP_ROWS) -> pa.Buffer:
-    """A Parquet file in memory: zstd, page checksums, statistics, bloom filters on ids."""
-    names = table.column_names
-    distinct = max(1, min(table.num_rows, row_group))
-    sink = pa.BufferOutputStream()
-    pq.write_table(
-        table,
-        sink,
-        compression="zstd",
-        row_group_size=row_group,
-        write_page_checksum=True,
-        use_dictionary=[path for path in _leaves(table.schema) if path not in _PLAIN],
-        bloom_filter_options={name: {"ndv": distinct, "fpp": 0.01} for name in _BLOOM if name in names}
-        or None,
-    )
-    return sink.getvalue()
-
-
-def _leaves(schema: pa.Schema) -> Iterator[str]:
-    for field in schema:
-        path, type_ = field.name, field.type
-        while pa.types.is_list(type_):
-            path, type_ = f"{path}.list.element", type_.value_type
-        yield path
-
-
-def sort(table: pa.Table) -> pa.Table:
-    """Rows of one orchestration or trace side by side, so that a query for one reads one row group."""
-    keys = [(name, "ascending") for name in _SORTED if name in table.column_names]
-    if len(keys) < 2 or table.num_rows < 2:
-        return table
-    return table.take(pc.sort_indices(table, sort_keys=keys))
-
-
-def raw_table(records: Sequence[LogRecord]) -> pa.Table:
-    """Records as rows."""
+def raw_table(records: Sequence[LogRecord], total: int) -> pa.Table:
+    """Records as rows; the footer says how many the range has in all, so that it can be put together without manifest."""
     columns = [
         pa.array([r.topic for r in records], pa.string()),
         pa.array([r.partition for r in records], pa.int32()),
@@ -122,7 +82,19 @@ def raw_table(records: Sequence[LogRecord]) -> pa.Table:
         pa.array([r.value for r in records], pa.binary()),
         pa.array([r.appended_ns for r in records], pa.int64()),
     ]
-    return pa.Table.from_arrays(columns, schema=RAW_SCHEMA)
+    return pa.Table.from_arrays(columns, schema=RAW_SCHEMA.with_metadata({RECORDS: str(total)}))
+
+
+def decode(topic: str, records: Sequence[LogRecord], store: ArchiveStore, others: Sequence[Range]) -> Built:
+    """All tables of some records; ``others`` are the live ranges that may have had the same spans."""
+    parts = [
+        build(topic, records[at : at + _DECODE_RECORDS])
+        for at in range(0, max(1, len(records)), _DECODE_RECORDS)
+    ]
+    tables = {name: pa.concat_tables([part[name] for part, _ in parts]) for name in TABLES_OF_TOPIC[topic]}
+    if topic in tables and "repeat" in tables[topic].column_names:
+        tables[topic] = mark(store, tables[topic], others)
+    return Built(tables, sum(bad for _, bad in parts))
 
 
 class Attempt:
@@ -139,26 +111,33 @@ class Attempt:
         self._name = f"{partition}-{first}-{last}-{uuid.uuid4().hex[:8]}"
         self.written: list[FileInfo] = []
 
-    def add(
-        self, kind: str, tenant: str, date: str, table: pa.Table, *, row_group: int = ROW_GROUP_ROWS
-    ) -> None:
+    def add(self, kind: str, group: Group, table: pa.Table, *, row_group: int = ROW_GROUP_ROWS) -> None:
         """Write one Parquet file and read its end back. Raises OSError."""
         data = parquet(table, row_group=row_group)
-        path = data_path(kind, self._topic, tenant, date, self._name)
         size = len(data)
-        footer_size = int.from_bytes(data[size - 8 : size - 4].to_pybytes(), "little") + 8
-        info = FileInfo(
-            path,
-            kind,
-            table.num_rows,
-            size,
-            footer_hash(data[size - footer_size :].to_pybytes()),
-            tenant,
-            date,
-        )
+        footer = int.from_bytes(data[size - 8 : size - 4].to_pybytes(), "little") + 8
+        path = data_path(kind, self._topic, *group, self._name)
+        hashed = footer_hash(data[size - footer :].to_pybytes())
+        self._write(FileInfo(path, kind, table.num_rows, size, hashed, *group), data)
+
+    def add_raw(self, group: Group, records: Sequence[LogRecord], total: int) -> None:
+        """Write the records of one tenant and day, of ``total`` in the range."""
+        average = sum(len(record.value) for record in records) // len(records) + 1
+        self.add(RAW, group, raw_table(records, total), row_group=max(1_000, _RAW_GROUP_BYTES // average))
+
+    def add_index(self, trace_ids: Sequence[pa.ChunkedArray]) -> None:
+        """Write the index of a range of spans."""
+        hashes = index_of(trace_ids)
+        data = hashes.astype("<u8").tobytes()
+        path = index_path(self._topic, self._name)
+        self._write(FileInfo(path, INDEX, len(hashes), len(data), hashlib.sha256(data).hexdigest()), data)
+
+    def _write(self, info: FileInfo, data: bytes | pa.Buffer) -> None:
         self.written.append(info)
-        self._files.write(path, data)
-        check(self._files, info)
+        self._files.write(info.path, data)
+        reason = fault(self._files, info)
+        if reason:
+            raise OSError(f"{self._files.uri(info.path)} was written and {reason}")
 
     def undo(self) -> None:
         """Remove what was written; what cannot be removed is unnamed and swept at the next start."""
@@ -169,27 +148,15 @@ class Attempt:
                 return
 
 
-def check(files: Files, info: FileInfo) -> None:
-    """Compare a file's size and footer with what its manifest says.
-
-    Raises:
-        OSError: it is missing, cut, or another file; the message says which.
-    """
-    size = files.sizes([info.path])[0]
-    if size != info.bytes:
-        raise OSError(
-            f"{files.uri(info.path)} has {size if size is not None else 'no'} bytes, expected {info.bytes}"
-        )
-    end = files.read_end(info.path, 64 * 1024)
-    length = int.from_bytes(end[-8:-4], "little") + 8
-    if length > len(end):
-        end = files.read_end(info.path, length)
-    if footer_hash(end) != info.footer:
-        raise OSError(f"{files.uri(info.path)} has a footer that is not the one its manifest names")
-
-
 def write_range(
-    store: ArchiveStore, topic: str, partition: int, records: Sequence[LogRecord], *, first: int | None = None
+    store: ArchiveStore,
+    topic: str,
+    partition: int,
+    records: Sequence[LogRecord],
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    lost: Sequence[Lost] = (),
 ) -> Range | None:
     """Append a range to the archive; all of it or nothing is visible afterwards.
 
@@ -197,49 +164,45 @@ def write_range(
         store: Where to.
         topic, partition: Source of the records.
         records: In offset order, all later than what the archive contains. None: nothing is done.
-        first: Begin of the range where it is not the offset after the last contained one (a gap is filled).
+        first, last: The range where it is not the one from the last contained offset to the last record (to fill a gap).
+        lost: What is known to be missing from it.
 
     Raises:
         OSError: the medium refused; nothing was added.
         TerminalError: the records begin inside what is contained: another archiver is at work.
     """
-    if not records:
+    if not records and first is None:
         return None
+    live = store.listing([topic]).live
     if first is None:
-        first = store.contained_of(topic, partition) + 1
-    if records[0].offset < first:
+        own = live.get(source_of(topic, partition))
+        first = own[-1].last + 1 if own else 0
+    if records and records[0].offset < first:
         raise TerminalError(
             f"offset {records[0].offset} of {records[0].source} is in the archive already (up to {first - 1}): is another "
             "archiver running on it?"
         )
-    tables, unreadable = build(topic, records)
-    return write_built(store, topic, partition, records, Built(tables, unreadable), first=first)
-
-
-def write_built(
-    store: ArchiveStore,
-    topic: str,
-    partition: int,
-    records: Sequence[LogRecord],
-    built: Built,
-    *,
-    first: int,
-) -> Range:
-    """``write_range`` of records that are decoded already."""
-    files = store.files
-    attempt = Attempt(files, topic, partition, first, records[-1].offset)
+    last = records[-1].offset if last is None else last
+    others = [item for ranges in live.values() for item in ranges]
+    built = decode(topic, records, store, others) if records else Built({}, 0)
+    attempt = Attempt(store.files, topic, partition, first, last)
     try:
-        for group, part in _by_group(records):
-            average = sum(len(r.value) for r in part) // len(part) + 1
-            rows = max(1_000, _RAW_GROUP_BYTES // average)
-            attempt.add(RAW, *group, raw_table(part), row_group=rows)
+        for group, part in by_group(records).items():
+            attempt.add_raw(group, part, len(records))
         write_tables(attempt, records, built.tables)
+        if topic in built.tables and "repeat" in built.tables[topic].column_names:
+            attempt.add_index([built.tables[topic]["trace_id"]])
         item = Range(
-            topic, partition, first, records[-1].offset, len(records), time.time_ns(), records[0].offset,
-            records[0].event_id, records[-1].event_id, built.unreadable, TABLES_VERSION,
-            {name: schema_of(TABLES[name].schema) for name in TABLES_OF_TOPIC[topic]}, tuple(attempt.written),
+            topic, partition, first, last, len(records), store.clock.now_ns(),
+            first_offset=records[0].offset if records else -1,
+            first_event_id=records[0].event_id if records else "",
+            last_event_id=records[-1].event_id if records else "",
+            last_offset=records[-1].offset if records else -1,
+            value_bytes=sum(len(r.value) for r in records),
+            unreadable=built.unreadable, version=TABLES_VERSION, schemas=schemas_of(topic),
+            files=tuple(attempt.written), lost=tuple(lost),
         )  # fmt: skip
-        save(files, item)
+        save(store.files, item)
     except BaseException:
         attempt.undo()
         raise
@@ -248,19 +211,19 @@ def write_built(
 
 def write_tables(attempt: Attempt, records: Sequence[LogRecord], tables: dict[str, pa.Table]) -> None:
     """Write the columns of ``records``, by tenant and day; tables without rows give no file."""
-    groups = [group for group, _ in _by_group(records)]
+    groups = list(by_group(records))
     numbers = {group: number for number, group in enumerate(groups)}
     offsets = np.array([r.offset for r in records], np.int64)
-    owner = np.array([numbers[_group(r)] for r in records], np.int32)
+    owner = np.array([numbers[group_of(r)] for r in records], np.int32)
     for name, table in tables.items():
         if not table.num_rows:
             continue
         if len(groups) == 1:
-            attempt.add(name, *groups[0], sort(table))
+            attempt.add(name, groups[0], sort(table))
             continue
         rows = owner[np.searchsorted(offsets, table["offset"].to_numpy())]
         for number in np.unique(rows):
-            attempt.add(name, *groups[number], sort(table.filter(pa.array(rows == number))))
+            attempt.add(name, groups[number], sort(table.filter(pa.array(rows == number))))
 
 
 def save(files: Files, item: Range) -> None:
@@ -268,12 +231,14 @@ def save(files: Files, item: Range) -> None:
     files.write(item.path, msgspec.json.format(msgspec.json.encode(item), indent=1))
 
 
-def _group(record: LogRecord) -> _Group:
+def group_of(record: LogRecord) -> Group:
+    """Tenant and UTC day of a record."""
     return tenant_of(record.key), date_of(record.appended_ns)
 
 
-def _by_group(records: Sequence[LogRecord]) -> list[tuple[_Group, list[LogRecord]]]:
-    groups: dict[_Group, list[LogRecord]] = {}
+def by_group(records: Sequence[LogRecord]) -> dict[Group, list[LogRecord]]:
+    """Records by tenant and UTC day, each in the order given."""
+    groups: dict[Group, list[LogRecord]] = {}
     for record in records:
-        groups.setdefault(_group(record), []).append(record)
-    return sorted(groups.items())
+        groups.setdefault(group_of(record), []).append(record)
+    return dict(sorted(groups.items()))
