@@ -279,12 +279,12 @@ def test_a_damaged_file_is_rebuilt(tmp_path: Path) -> None:
     first = files()[0]
     first.write_bytes(first.read_bytes()[:100])  # truncated: no footer
     assert ask(log, tmp_path, sql, 2) == good
-    whole = first.read_bytes()
     first.write_bytes(b"")
     assert ask(log, tmp_path, sql, 2) == good
     last = files()[-1]
     whole = last.read_bytes()
-    last.write_bytes(b"PAR1" + bytes(400) + whole[404:])  # sound footer, broken pages
+    footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    last.write_bytes(b"PAR1" + bytes(footer - 4) + whole[footer:])  # sound footer, broken pages
     assert ask(log, tmp_path, sql, 2) == good
     assert len(list(tmp_path.glob("_quarantine/*.parquet"))) == 2  # the repair found both
     assert ask(log, tmp_path, sql, 2) == good
