@@ -49,6 +49,8 @@ _SECRET = re.compile(
     r"|\b\d{3}-\d{2}-\d{4}\b",
     re.IGNORECASE,
 )
+_HEX = re.compile(r"(?=[0-9]*[a-f])[0-9a-f]{1,64}\Z")
+"""An id in hex with a letter in it: nothing of _SECRET or _CARD can stand there."""
 _CARD = re.compile(r"(?<![\w.-])\d(?:[ -]?\d){12,18}(?![\w-])")
 _TEMPLATES = frozenset({"logfire.msg_template"})
 """Constants of the program, with braces and quotes."""
@@ -103,7 +105,8 @@ class Redactor:
         self._remembered = lru_cache(512)(self._json_text)
         self._clean_key = lru_cache(4096)(self._make_clean_key)
         self._resource: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-        self._numbers: set[tuple[str, bool]] = set()
+        self._kept: set[tuple[str, bool]] = set()
+        """Keys that are kept as labels; a count or an id in hex there needs no second look."""
         self._short: dict[tuple[str, str, bool], tuple[str, Any]] = {}
         self.reserved_removed = 0
 
@@ -177,10 +180,11 @@ class Redactor:
         found: dict[str, Any] = {}
         short = self._short
         for key, value in attributes.items():
-            if type(value) is int and (key, event) in self._numbers:
+            kind = type(value)
+            if (key, event) in self._kept and (kind is int or (kind is str and _HEX.match(value))):
                 found[key] = value
                 continue
-            if type(value) is not str or len(value) > _SHORT or key == "name":
+            if kind is not str or len(value) > _SHORT or key == "name":
                 key, value = self._attribute(key, value, attributes, event=event)  # noqa: PLW2901
                 found[key] = value
                 continue
@@ -198,8 +202,8 @@ class Redactor:
         if key in self._exact or (self._prefixes and key.startswith(self._prefixes)):
             return key, value
         kind = classify(key, event)
-        if kind is KEEP and type(value) is int and len(self._numbers) < _SHORT_MAX:
-            self._numbers.add((key, event))
+        if kind is KEEP and len(self._kept) < _SHORT_MAX:
+            self._kept.add((key, event))
         if kind is KEEP or (kind is DROP and key == "name" and "logfire.msg_template" in attributes):
             return key, self._keep(value)
         if kind is not DROP:
@@ -288,13 +292,17 @@ class Redactor:
         return self._drop(value)
 
 
-@lru_cache(8192)
 def looks_like_label(text: str) -> bool:
     """True for a short text without quotes, braces or control characters that holds nothing like a secret.
 
     >>> looks_like_label("chat fake-model"), looks_like_label("mail pat@example.com")
     (True, False)
     """
+    return _HEX.match(text) is not None or _looks_like_label(text)
+
+
+@lru_cache(8192)
+def _looks_like_label(text: str) -> bool:
     return len(text) <= 256 and _LABEL.match(text) is not None and not _has_secret(text)
 
 
