@@ -35,7 +35,7 @@ def largest_remainder(total: int, weights: Sequence[float | int], ids: Sequence[
     if total == 0:
         return [0] * len(weights)
     first = weights[0] if weights else 0
-    if first > 0 and all(weight == first for weight in weights):
+    if first > 0 and list(weights).count(first) == len(weights):
         each, over = divmod(total, len(weights))
         shares = [each] * len(weights)
         for index in sorted(range(len(weights)), key=ids.__getitem__)[:over]:
@@ -76,12 +76,14 @@ def reconcile(
         if total:
             raise SchemaError(f"an account that holds {total} has no children to give it to")
         return []
+    if len(ids) == 1:
+        return [total]
     known = [value or 0 for value in raw]
     residual = total - sum(known)
     if residual == 0:
         return known
     weights: Sequence[float | int] = variances
-    if not any(weight > 0 for weight in variances):
+    if max(variances) <= 0:
         weights = [1 if value else 0 for value in known] if any(known) else [1] * len(known)
     shares = largest_remainder(residual, weights, ids)
     return [value + share for value, share in zip(known, shares, strict=True)]
