@@ -30,7 +30,7 @@ from spanloop.pipeline.otlp.decode_protobuf import decode_protobuf
 from spanloop.pipeline.otlp.files import read_spans
 from spanloop.pipeline.ports import NewRecord, new_record
 from spanloop.pipeline.runtimes.collecting import collect_rarely
-from spanloop.pipeline.runtimes.embedded import run_to_end
+from spanloop.pipeline.runtimes.embedded import EmbeddedRuntime
 from spanloop.pipeline.runtimes.process import build_stages
 from spanloop.pipeline.state.sqlite import SqliteState
 from spanloop.schemas import topics
@@ -43,6 +43,9 @@ COMMAND = ".venv/bin/python benchmarks/pipeline.py"
 RESPONSE = "gen_ai.response.id"
 PER_REQUEST = 10
 """Orchestrations in one request: about 190 spans, a third of what an SDK's batch processor sends at most."""
+REQUESTS = 20
+SECONDS = 2.0
+"""After so many requests the clock moves on so far, so that quiet orchestrations close while others arrive."""
 _STATUS = {"unset": 0, "ok": 1, "error": 2}
 
 
@@ -170,20 +173,28 @@ def main() -> None:
         watch.watch(state, "commit", "commit")
         watch.watch(log, "read", "read")
         watch.watch(redactor, "span", "redact")
-        count = 0
+        runtime = EmbeddedRuntime(stages, log, state, clock, batch_max=settings.pipeline.batch_max)
+        runtime.restore()
         collect_rarely()
+        count = 0
         begin, cpu = time.perf_counter(), time.process_time()
-        for body in requests:
-            with watch("decode"):
-                batch = decode_protobuf(body)
-            with watch("limits and encoding"):
-                prepared = intake.prepare(batch, tenant="default", source="otlp")
+        for first in range(0, len(requests), REQUESTS):
+            for body in requests[first : first + REQUESTS]:
+                with watch("decode"):
+                    batch = decode_protobuf(body)
+                with watch("limits and encoding"):
+                    prepared = intake.prepare(batch, tenant="default", source="otlp")
+                with watch("append"):
+                    log.append(prepared.records)
+                count += prepared.num_spans
             with watch("append"):
-                log.append(prepared.records)
-            count += prepared.num_spans
-        with watch("append"):
-            log.append(outcomes)
-        run_to_end(stages, log, state, clock)
+                log.append(outcomes[first * PER_REQUEST : (first + REQUESTS) * PER_REQUEST])
+            clock.advance(seconds=SECONDS)
+            while runtime.step():
+                pass
+        clock.advance(seconds=60.0)
+        while runtime.step():
+            pass
         elapsed, used = time.perf_counter() - begin, time.process_time() - cpu
         counts = log.counts()
         log.close()

@@ -390,7 +390,7 @@ class _Steps:
 
     def value(self, steps: set[str] | frozenset[str]) -> int:
         """V of the state in which ``steps`` are finished."""
-        return self._value(step_state(["start", *(self.kinds[step] for step in steps)]))
+        return self._value(step_state(["start", *map(self.kinds.__getitem__, steps)]))
 
 
 def _from_steps(cast: Cast, reward: int, value: Value) -> Estimates:

@@ -8,7 +8,6 @@ a child with estimate 0 and variance 0 gets exactly 0 as long as a sibling has a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fractions import Fraction
 
 from spanloop.schemas.errors import SchemaError
 
@@ -41,14 +40,16 @@ def largest_remainder(total: int, weights: Sequence[float | int], ids: Sequence[
         for index in sorted(range(len(weights)), key=ids.__getitem__)[:over]:
             shares[index] += 1
         return shares
-    exact = [Fraction(weight) for weight in weights]
+    ratios = [weight.as_integer_ratio() for weight in weights]
+    unit = max(denominator for _, denominator in ratios)  # powers of two: exact
+    exact = [numerator * (unit // denominator) for numerator, denominator in ratios]
     scale = sum(exact)
     if scale <= 0 or min(exact) < 0:
         raise SchemaError(f"weights {list(weights)!r} are not usable: at least one above zero, none below")
-    quotas = [total * weight / scale for weight in exact]
-    shares = [quota.numerator // quota.denominator for quota in quotas]
-    by_remainder = sorted(range(len(ids)), key=lambda i: (shares[i] - quotas[i], ids[i]))
-    for index in by_remainder[: total - sum(shares)]:
+    parts = [divmod(total * weight, scale) for weight in exact]
+    shares = [share for share, _ in parts]
+    over = total - sum(shares)
+    for index in sorted(range(len(ids)), key=lambda i: (-parts[i][1], ids[i]))[:over]:
         shares[index] += 1
     return shares
 

@@ -61,6 +61,12 @@ def _feature(kind: str, count: int) -> int:
 
 def step_state(kinds: Iterable[str]) -> State:
     """The state in which steps of these kinds are finished, in any order."""
+    return _step_state(tuple(sorted(kinds)))
+
+
+@lru_cache(maxsize=65_536)
+def _step_state(kinds: tuple[str, ...]) -> State:
+    """Of sorted kinds: orchestrations of a deployment pass through the same states again and again."""
     counts = Counter(kinds)
     return tuple(
         sorted(
