@@ -17,6 +17,7 @@ _SUMMARY = {
     "up": "Run collectors, pipeline, serving and learner as one supervised local system.",
     "assemble": "Turn a file of spans into orchestration traces, one a line.",
     "import": "Append a file of spans to a workspace's log.",
+    "archive": "Keep the log as Parquet files, on disk or in S3; check, merge, show them.",
     "query": "Run SQL (DuckDB) over a workspace.",
     "traces": "List the orchestrations of a workspace.",
     "explain": "Show how a reward became credit, from the team down to the token.",

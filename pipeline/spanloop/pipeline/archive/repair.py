@@ -23,7 +23,7 @@ from spanloop.pipeline.archive.cleaning import orphans, quarantine
 from spanloop.pipeline.archive.encoding import fault
 from spanloop.pipeline.archive.manifest import RAW, FileInfo, Lost, Range, gaps
 from spanloop.pipeline.archive.raw import ArchiveStore
-from spanloop.pipeline.archive.repeats import INDEX
+from spanloop.pipeline.archive.repeats import INDEX, index_of
 from spanloop.pipeline.archive.source import oldest, read_range, records_of
 from spanloop.pipeline.archive.writer import (
     RECORDS,
@@ -32,6 +32,7 @@ from spanloop.pipeline.archive.writer import (
     Group,
     by_group,
     decode,
+    raw_table,
     save,
     schemas_of,
     write_range,
@@ -198,7 +199,7 @@ class _Repair:
                         lost.append(Lost(info.kind, f"{why}, and {_NOWHERE}", info.rows, info.path))
                     continue
                 if any(info.kind == RAW for info in mine):
-                    attempt.add_raw(group, found, item.records)
+                    attempt.add_raw(group, raw_table(found), item.records)
                 kinds = ({info.kind for info in mine} | stale) & set(TABLES_OF_TOPIC[item.topic])
                 if kinds:
                     built = decode(item.topic, found, self._store, self._others(item))
@@ -238,12 +239,12 @@ class _Repair:
             return False
         spans = [info for info in (*kept, *attempt.written) if info.kind == item.topic]
         attempt.add_index(
-            [
+            index_of(
                 pq.read_table(
                     self._store.files.full(info.path), columns=["trace_id"], filesystem=self._store.filesystem
                 )["trace_id"]
                 for info in spans
-            ]
+            )
         )
         return True
 

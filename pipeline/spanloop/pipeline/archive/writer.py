@@ -38,6 +38,7 @@ __all__ = [
     "by_group",
     "decode",
     "group_of",
+    "raw_table",
     "save",
     "schemas_of",
     "write_range",
@@ -71,8 +72,8 @@ def schemas_of(topic: str) -> dict[str, dict[str, str]]:
     }
 
 
-def raw_table(records: Sequence[LogRecord], total: int) -> pa.Table:
-    """Records as rows; the footer says how many the range has in all, so that it can be put together without manifest."""
+def raw_table(records: Sequence[LogRecord]) -> pa.Table:
+    """Records as rows."""
     columns = [
         pa.array([r.topic for r in records], pa.string()),
         pa.array([r.partition for r in records], pa.int32()),
@@ -82,7 +83,7 @@ def raw_table(records: Sequence[LogRecord], total: int) -> pa.Table:
         pa.array([r.value for r in records], pa.binary()),
         pa.array([r.appended_ns for r in records], pa.int64()),
     ]
-    return pa.Table.from_arrays(columns, schema=RAW_SCHEMA.with_metadata({RECORDS: str(total)}))
+    return pa.Table.from_arrays(columns, schema=RAW_SCHEMA)
 
 
 def decode(topic: str, records: Sequence[LogRecord], store: ArchiveStore, others: Sequence[Range]) -> Built:
@@ -120,14 +121,15 @@ class Attempt:
         hashed = footer_hash(data[size - footer :].to_pybytes())
         self._write(FileInfo(path, kind, table.num_rows, size, hashed, *group), data)
 
-    def add_raw(self, group: Group, records: Sequence[LogRecord], total: int) -> None:
-        """Write the records of one tenant and day, of ``total`` in the range."""
-        average = sum(len(record.value) for record in records) // len(records) + 1
-        self.add(RAW, group, raw_table(records, total), row_group=max(1_000, _RAW_GROUP_BYTES // average))
+    def add_raw(self, group: Group, table: pa.Table, total: int) -> None:
+        """Write the records of one tenant and day; ``total`` records has the whole range, which the footer says, so that
+        it can be put together without manifest."""
+        average = table.nbytes // max(1, table.num_rows) + 1
+        table = table.replace_schema_metadata({RECORDS: str(total)})
+        self.add(RAW, group, table, row_group=max(1_000, _RAW_GROUP_BYTES // average))
 
-    def add_index(self, trace_ids: Sequence[pa.ChunkedArray]) -> None:
+    def add_index(self, hashes: np.ndarray) -> None:
         """Write the index of a range of spans."""
-        hashes = index_of(trace_ids)
         data = hashes.astype("<u8").tobytes()
         path = index_path(self._topic, self._name)
         self._write(FileInfo(path, INDEX, len(hashes), len(data), hashlib.sha256(data).hexdigest()), data)
@@ -188,10 +190,10 @@ def write_range(
     attempt = Attempt(store.files, topic, partition, first, last)
     try:
         for group, part in by_group(records).items():
-            attempt.add_raw(group, part, len(records))
+            attempt.add_raw(group, raw_table(part), len(records))
         write_tables(attempt, records, built.tables)
         if topic in built.tables and "repeat" in built.tables[topic].column_names:
-            attempt.add_index([built.tables[topic]["trace_id"]])
+            attempt.add_index(index_of([built.tables[topic]["trace_id"]]))
         item = Range(
             topic, partition, first, last, len(records), store.clock.now_ns(),
             first_offset=records[0].offset if records else -1,
