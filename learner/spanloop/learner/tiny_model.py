@@ -18,7 +18,7 @@ from pathlib import Path
 
 import click
 
-from spanloop.learner.tokenizer import SPECIALS, Tokenizer
+from spanloop.learner.tokenizer import BOS, EOS, PAD, SPECIALS, Tokenizer
 from spanloop.schemas.errors import ConfigError, SpanloopError
 
 __all__ = ["ROLES", "build_tiny_model"]
@@ -88,9 +88,9 @@ def build_tiny_model(
         num_key_value_heads=heads // 2,
         max_position_embeddings=context,
         tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
     )
     with torch.random.fork_rng(devices=[]):
         model = LlamaForCausalLM(config)
@@ -141,7 +141,7 @@ def _tokenizer(vocabulary: Sequence[str], context: int):  # noqa: ANN202 - the c
 @click.option("--hidden", default=128, show_default=True, help="Width of the model.")
 @click.option("--layers", default=2, show_default=True, help="Of the transformer.")
 @click.option("--context", default=256, show_default=True, help="Longest sequence in tokens.")
-def main(folder: Path, words: tuple[str, ...], seed: int, hidden: int, layers: int, context: int) -> None:
+def main(folder: Path, words: tuple[str, ...], *, seed: int, hidden: int, layers: int, context: int) -> None:
     """Write an untrained model of WORDS to FOLDER, for tests and examples.
 
     Example: python -m spanloop.learner.tiny_model ./base look stop take-left take-right
