@@ -24,7 +24,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
-from confluent_kafka.admin import AdminClient, NewTopic
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
 
 from spanloop.pipeline.clock import SystemClock
 from spanloop.pipeline.ports import Appended, Clock, LogRecord, NewRecord, source_of, topic_of
@@ -516,7 +517,8 @@ class _Reader:
         """Offset that comes next, by source; None: from the earliest there is."""
         self._buffers: dict[str, deque[LogRecord]] = {source: deque() for source in self._sources}
         self._at_end: set[str] = set()
-        self._ends: dict[str, int] = {}
+        self._fetched: dict[str, int] = {}
+        """Offset behind the last that arrived, kept or skipped."""
         self._seen: OrderedDict[tuple[str, str], tuple[int, int]] = OrderedDict()
 
     def read(self, after: Mapping[str, int], limit: int) -> list[LogRecord]:
@@ -606,11 +608,9 @@ class _Reader:
                 raise TransientError(f"Kafka gives no records of {', '.join(lacking)}; is it running?")
 
     def _ended(self) -> bool:
-        return all(s in self._at_end and self._position(s) > self._log.written(s) for s in self._sources)
-
-    def _position(self, source: str) -> int:
-        buffer = self._buffers[source]
-        return buffer[-1].offset + 1 if buffer else self._next[source] or self._ends.get(source, 0)
+        return all(
+            s in self._at_end and self._fetched.get(s, 0) > self._log.written(s) for s in self._sources
+        )
 
     def _take(self, limit: int, wait_s: float) -> bool:
         messages = self._consumer.consume(max(limit, 500), wait_s) or []
@@ -619,10 +619,11 @@ class _Reader:
             topic = (message.topic() or "").removeprefix(self._log.settings.prefix)
             source = source_of(topic, message.partition() or 0)
             if error is None:
+                self._fetched[source] = (message.offset() or 0) + 1
                 self._keep(self._log._record(message))
             elif error.code() == KafkaError._PARTITION_EOF:
                 self._at_end.add(source)
-                self._ends[source] = message.offset() or 0
+                self._fetched[source] = message.offset() or 0
             elif error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
                 wanted = self._wanted(source) or 0
                 self._next.pop(source, None)
