@@ -21,6 +21,8 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
@@ -43,7 +45,7 @@ RECORD_MAX = 32 * 2**20
 SEEN_MAX = 50_000
 DELIVERY_S = 30.0
 """How long an append may wait for the brokers."""
-FETCH_WAIT_MS = 50
+FETCH_WAIT_MS = 10
 IDLE_WAIT_S = 0.012
 """How long a read at the end waits for news."""
 STUCK_S = 15.0
@@ -390,7 +392,8 @@ class KafkaLog:
             "fetch.max.bytes": 2 * RECORD_MAX,
             "receive.message.max.bytes": 4 * RECORD_MAX,
             "queued.max.messages.kbytes": 16 * 1024,
-            "queued.min.messages": 2_000,
+            "queued.min.messages": 20_000,
+            "fetch.queue.backoff.ms": 5,
             **self._common,
         }
         return Consumer(configuration, logger=_log)
@@ -524,18 +527,23 @@ class _Reader:
     def read(self, after: Mapping[str, int], limit: int) -> list[LogRecord]:
         self._seek(after)
         self._fill(limit)
-        waiting = [buffer for buffer in self._buffers.values() if buffer]
-        taken: list[LogRecord] = []
-        while len(taken) < limit and waiting:
-            if len(waiting) == 1:
-                buffer = waiting[0]
-                taken += [buffer.popleft() for _ in range(min(len(buffer), limit - len(taken)))]
-                break
-            buffer = min(waiting, key=lambda b: (b[0].appended_ns, b[0].source))
-            taken.append(buffer.popleft())
-            waiting = [b for b in waiting if b]
+        taken = self._merged(limit)
         for record in taken:
             self._next[record.source] = record.offset + 1
+        return taken
+
+    def _merged(self, limit: int) -> list[LogRecord]:
+        """The next records of all buffers, roughly by time of append, each source in its order."""
+        heads: list[tuple[int, str, int, LogRecord]] = []
+        for source, buffer in self._buffers.items():
+            latest = 0
+            for record in islice(buffer, limit):
+                latest = max(latest, record.appended_ns)
+                heads.append((latest, source, record.offset, record))
+        heads.sort(key=itemgetter(0, 1, 2))
+        taken = [record for _, _, _, record in heads[:limit]]
+        for record in taken:
+            self._buffers[record.source].popleft()
         return taken
 
     def _seek(self, after: Mapping[str, int]) -> None:
