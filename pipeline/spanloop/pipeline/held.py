@@ -199,6 +199,45 @@ class Store:
         self.replace(item)
         return [key, *self._inherit(item, now_ns)] if event.merged_into else [key]
 
+    def newest_touch(self) -> int:
+        """When the last of the held was touched; 0 for none."""
+        return next(reversed(self.held.values())).touched_ns if self.held else 0
+
+    def has_target(self, target: str) -> bool:
+        """Whether an orchestration held here answers to a target."""
+        return target in self._owner
+
+    def give_away(
+        self, keys: Iterable[str], targets: Iterable[str]
+    ) -> tuple[list[Held], list[FeedbackReceived]]:
+        """Take orchestrations out, with the feedback on them and on further ``targets``: another store goes on with both."""
+        helds, feedback = [], []
+        wanted = dict.fromkeys(targets)
+        for key in keys:
+            item = self.held.pop(key, None)
+            if item is None:
+                continue
+            helds.append(item)
+            wanted.update(dict.fromkeys(item.targets))
+            for target in item.targets:
+                if self._owner.get(target) == key:
+                    del self._owner[target]
+            self._count_use(item, -1)
+            self._writes[f"held/{key}"] = None
+        for target in wanted:
+            if target in self._owner:
+                continue
+            feedback += self._items(target)
+            self._unclaimed.pop(target, None)
+            self._drop_feedback(target)
+        return helds, feedback
+
+    def adopt(self, item: Held) -> None:
+        """Go on with the numbers of an orchestration that another store gave away; its content comes with its next revision."""
+        known = self.held.get(item.key)
+        if known is None or known.revision < item.revision:
+            self.replace(item)
+
     def _inherit(self, item: Held, now_ns: int) -> list[str]:
         """Let the orchestration that ``item`` was merged into answer to its ids; returns its key if it is here."""
         ids = (item.orchestration_id, *item.lost)

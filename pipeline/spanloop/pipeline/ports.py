@@ -14,6 +14,7 @@ from typing import Protocol
 
 import msgspec
 
+from spanloop.schemas import topics
 from spanloop.schemas.events import Event, encode
 
 __all__ = [
@@ -26,9 +27,14 @@ __all__ = [
     "StageOutput",
     "StateStore",
     "new_record",
+    "output_records",
     "source_of",
     "topic_of",
 ]
+
+
+_OWNED = frozenset(topics.DERIVED) - frozenset(topics.SINGLE)
+"""Topics whose partitions a partitioned stage owns."""
 
 
 class NewRecord(msgspec.Struct, frozen=True):
@@ -87,9 +93,17 @@ def topic_of(source: str) -> tuple[str, int]:
     return topic, int(partition or 0)
 
 
-def new_record(event: Event) -> NewRecord:
-    """The record that carries an event."""
-    return NewRecord(topic=event.TOPIC, key=event.key, event_id=event.event_id, value=encode(event))
+def new_record(event: Event, partition: int | None = None) -> NewRecord:
+    """The record that carries an event; ``partition`` where its writer owns one."""
+    return NewRecord(event.TOPIC, event.key, event.event_id, encode(event), partition)
+
+
+def output_records(stage: Stage, events: Sequence[Event]) -> list[NewRecord]:
+    """Records of a stage's outputs: what it derives goes to its own partition, where it has one."""
+    own = getattr(stage, "output_partition", None)
+    if own is None:
+        return [new_record(event) for event in events]
+    return [new_record(event, own if event.TOPIC in _OWNED else None) for event in events]
 
 
 class Log(Protocol):

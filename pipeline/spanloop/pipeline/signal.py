@@ -14,7 +14,7 @@ Invariants: the content of the last outputs is a function of (last content, set 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -42,6 +42,7 @@ from spanloop.schemas.events import (
     SamplesBuilt,
     ValueModelPublished,
     decode,
+    encode,
 )
 from spanloop.schemas.orchestration import OrchestrationContent
 
@@ -191,14 +192,31 @@ class SignalStage:
         self._contents = {}
         for record in records:
             try:
-                event = decode(record.value)
-                touched = self._apply(event, now_ns)
+                self._touch(decode(record.value), now_ns, dirty)
             except SchemaError as exc:
                 events.append(dead_letter(record, exc.message))
-                continue
-            for key in touched:
-                dirty.pop(key, None)
-                dirty[key] = None
+        return self._finished(events, dirty, now_ns)
+
+    def fold(self, incoming: Iterable[Event], now_ns: int) -> StageOutput:
+        """``process`` for events that need no decoding; one that cannot be taken in is dead-lettered as it is."""
+        events: list[Event] = []
+        dirty: dict[str, None] = {}
+        self._contents = {}
+        for event in incoming:
+            try:
+                self._touch(event, now_ns, dirty)
+            except SchemaError as exc:
+                events.append(
+                    dead_letter(LogRecord(event.TOPIC, -1, event.key, "", encode(event), 0), exc.message)
+                )
+        return self._finished(events, dirty, now_ns)
+
+    def _touch(self, event: Event, now_ns: int, dirty: dict[str, None]) -> None:
+        for key in self._apply(event, now_ns):
+            dirty.pop(key, None)
+            dirty[key] = None
+
+    def _finished(self, events: list[Event], dirty: dict[str, None], now_ns: int) -> StageOutput:
         events += self._derive(list(dirty))
         events += self._store.evict(now_ns)
         self._forget_models()
@@ -213,6 +231,41 @@ class SignalStage:
     def next_timer_ns(self) -> int | None:
         """When the first thing held is older than the retention."""
         return self._store.next_eviction_ns()
+
+    # ------------------------------------------------------------ orchestrations that move
+
+    @property
+    def store(self) -> Store:
+        """What the stage holds."""
+        return self._store
+
+    def observe(self, event: Event) -> None:
+        """Take note of an output that this stage published before it was restored: nothing equal is published again, and
+        revisions go on behind it."""
+        if isinstance(event, OrchestrationRevised):
+            self._store.put_orchestration(event, self._store.newest_touch())
+            return
+        if not isinstance(event, RewardsComputed | CreditAssigned | SamplesBuilt):
+            return
+        held = self._store.held.get(event.key)
+        if held is None or event.revision < held.revision:
+            return
+        changes: dict[str, Any] = {"revision": event.revision}
+        if isinstance(event, RewardsComputed):
+            changes["rewards_hash"] = content_hash(
+                msgspec.structs.replace(event, revision=1, orchestration_revision=1)
+            )
+            if event.status in _FINAL:
+                changes["version_fixed"] = True
+        elif isinstance(event, CreditAssigned):
+            alone = msgspec.structs.replace(event, revision=1, orchestration_revision=1)
+            changes["credit_hash"] = content_hash(alone) if event.nodes else ""
+            changes["value_model"] = "" if event.value_model == NO_MODEL else event.value_model
+        else:
+            changes["samples_hash"] = content_hash(msgspec.structs.replace(event, revision=1))
+        self._store.replace(msgspec.structs.replace(held, **changes))
+
+    # ------------------------------------------------------------ one event
 
     def _apply(self, event: Event, now_ns: int) -> list[str]:
         """Take in one event; returns the keys of the orchestrations that it touches."""

@@ -48,6 +48,7 @@ __all__ = [
     "encode",
     "encode_spans",
     "event_key",
+    "register",
 ]
 
 
@@ -519,6 +520,14 @@ class _Head(msgspec.Struct):
 
 _head = msgspec.json.Decoder(_Head)
 _decoders = {name: msgspec.json.Decoder(cls) for name, cls in _BY_TYPE.items()}
+
+
+def register(*classes: type[Event]) -> None:
+    """Let ``decode`` read further types: those of internal topics, which no other version has to read (operations.py)."""
+    for cls in classes:
+        name = str(cls.__struct_config__.tag)
+        _BY_TYPE[name] = cls
+        _decoders[name] = msgspec.json.Decoder(cls)
 
 
 def event_key(event: Event) -> str:

@@ -18,10 +18,9 @@ import msgspec
 
 from spanloop.pipeline.assembly.delegations import lost_in
 from spanloop.pipeline.dialects.operation import Operation, decode_operation
-from spanloop.schemas.canonical import digest
 from spanloop.schemas.ids import orchestration_id
 
-__all__ = ["MAX_SPANS", "Component", "Emitted", "Joiner", "TraceBuffer"]
+__all__ = ["MAX_SPANS", "Component", "Emitted", "Joiner", "Seen", "TraceBuffer", "evidence_of", "match"]
 
 MAX_SPANS = 50_000
 """Spans of one orchestration; further ones are counted (flag ``truncated_spans``) and not kept."""
@@ -46,8 +45,8 @@ class TraceBuffer:
 
     def __init__(self) -> None:
         self.spans: dict[str, bytes] = {}
-        self.losers: dict[str, set[str]] = {}
-        """Digests of versions that lost, by span id."""
+        self.losers: dict[str, set[bytes]] = {}
+        """Versions that lost, by span id."""
         self.conflicts: set[str] = set()
         """Span ids with two different finished versions."""
         self.missing: set[str] = set()
@@ -75,7 +74,7 @@ class TraceBuffer:
             return True
         before = decode_operation(old)
         wins = (operation.end_ns, encoded) > (before.end_ns, old)
-        loser = digest(old if wins else encoded)[:16]
+        loser = old if wins else encoded
         known = self.losers.setdefault(span_id, set())
         if not wins and loser in known:
             return False
@@ -87,6 +86,13 @@ class TraceBuffer:
             self.spans[span_id] = encoded
             self._recount()
         return True
+
+    def versions(self) -> list[bytes]:
+        """Every version of every span."""
+        return [
+            *self.spans.values(),
+            *(v for span_id in sorted(self.losers) for v in sorted(self.losers[span_id])),
+        ]
 
     def _take(self, operation: Operation, encoded: bytes) -> None:
         self.spans[operation.span_id] = encoded
@@ -159,7 +165,7 @@ class Component:
                 yield decode_operation(encoded)
 
 
-class _Seen(msgspec.Struct, frozen=True):
+class Seen(msgspec.Struct, frozen=True):
     """An operation as one end of a piece of evidence."""
 
     trace_id: str
@@ -168,12 +174,47 @@ class _Seen(msgspec.Struct, frozen=True):
     """0: gateway's span or tool call; 1: framework's span or run. Only ends of different sides join."""
 
 
-class Joiner:
-    """All components of all tenants."""
+def evidence_of(operation: Operation) -> Iterator[tuple[str, Seen]]:
+    """The pieces of evidence that an operation is one end of, by their key within the tenant."""
+    call = operation.call
+    if call is not None and call.response_id:
+        side = 0 if call.gateway is not None else 1
+        yield f"r/{call.response_id}", Seen(operation.trace_id, None, side)
+    if operation.conversation:
+        if operation.tool is not None:
+            for text in operation.tool.argument_hashes:
+                yield f"t/{operation.conversation}/{text}", Seen(operation.trace_id, operation, 0)
+        elif operation.run is not None and operation.run.task_hash and not operation.parent_id:
+            key = f"t/{operation.conversation}/{operation.run.task_hash}"
+            yield key, Seen(operation.trace_id, operation, 1)
 
-    def __init__(self) -> None:
+
+def match(known: list[Seen], new: Seen) -> tuple[list[str], bool]:
+    """Traces that ``new`` joins to its own by one piece of evidence, and whether it was added to ``known``."""
+    others = []
+    for seen in known:
+        if seen.side == new.side or seen.trace_id == new.trace_id:
+            continue
+        tool, run = (seen, new) if seen.side == 0 else (new, seen)
+        if tool.operation is None or run.operation is None or lost_in(tool.operation, run.operation):
+            others.append(seen.trace_id)
+    if len(known) < _MAX_EVIDENCE and new not in known:
+        known.append(new)
+        return others, True
+    return others, False
+
+
+class Joiner:
+    """All components of all tenants.
+
+    Args:
+        by_evidence: join by the evidence in the operations; False: only by ``join`` (a partition sees not all evidence).
+    """
+
+    def __init__(self, *, by_evidence: bool = True) -> None:
+        self._by_evidence = by_evidence
         self.of_trace: dict[tuple[str, str], Component] = {}
-        self._evidence: dict[str, list[_Seen]] = {}
+        self._evidence: dict[str, list[Seen]] = {}
         self.absorbed: list[Component] = []
         """Components that were merged into others since the caller last emptied this list."""
 
@@ -197,9 +238,18 @@ class Joiner:
             return component
         if not buffer.add(operation, encoded):
             return None
-        for other in self._joined_with(tenant, operation, buffer):
-            component = self._union(tenant, component, other)
+        if self._by_evidence:
+            for other in self._joined_with(tenant, operation, buffer):
+                component = self._union(tenant, component, other)
         return component
+
+    def join(self, tenant: str, trace_id: str, other: str) -> Component:
+        """Make two traces one component, whether they have spans here or not."""
+        component = self.of_trace.get((tenant, trace_id))
+        if component is None:
+            component = self.of_trace[(tenant, trace_id)] = Component(tenant)
+            component.linked.add(trace_id)
+        return self._union(tenant, component, other)
 
     def forget(self, component: Component) -> None:
         """Drop a component and its evidence."""
@@ -217,33 +267,13 @@ class Joiner:
     def _joined_with(self, tenant: str, operation: Operation, buffer: TraceBuffer) -> set[str]:
         """Trace ids that ``operation`` joins to its own."""
         others = {trace_id for trace_id, _ in operation.links if trace_id != operation.trace_id}
-        call = operation.call
-        if call is not None and call.response_id:
-            side = 0 if call.gateway is not None else 1
-            self._match(
-                others, buffer, f"r/{tenant}/{call.response_id}", _Seen(operation.trace_id, None, side)
-            )
-        if operation.conversation:
-            if operation.tool is not None:
-                for text in operation.tool.argument_hashes:
-                    key = f"t/{tenant}/{operation.conversation}/{text}"
-                    self._match(others, buffer, key, _Seen(operation.trace_id, operation, 0))
-            elif operation.run is not None and operation.run.task_hash and not operation.parent_id:
-                key = f"t/{tenant}/{operation.conversation}/{operation.run.task_hash}"
-                self._match(others, buffer, key, _Seen(operation.trace_id, operation, 1))
+        for key, seen in evidence_of(operation):
+            key = f"{tenant}/{key}"  # noqa: PLW2901
+            found, added = match(self._evidence.setdefault(key, []), seen)
+            others.update(found)
+            if added:
+                buffer.keys.append(key)
         return others
-
-    def _match(self, others: set[str], buffer: TraceBuffer, key: str, new: _Seen) -> None:
-        known = self._evidence.setdefault(key, [])
-        for seen in known:
-            if seen.side == new.side or seen.trace_id == new.trace_id:
-                continue
-            tool, run = (seen, new) if seen.side == 0 else (new, seen)
-            if tool.operation is None or run.operation is None or lost_in(tool.operation, run.operation):
-                others.add(seen.trace_id)
-        if len(known) < _MAX_EVIDENCE and new not in known:
-            known.append(new)
-            buffer.keys.append(key)
 
     def _union(self, tenant: str, one: Component, trace_id: str) -> Component:
         two = self.of_trace.get((tenant, trace_id))

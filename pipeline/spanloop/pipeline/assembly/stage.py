@@ -25,7 +25,7 @@ from spanloop.pipeline.dialects import decode_operation, encode_operation, opera
 from spanloop.pipeline.ports import LogRecord, StageOutput
 from spanloop.schemas import topics
 from spanloop.schemas.errors import SchemaError
-from spanloop.schemas.events import DeadLettered, SpansReceived, decode
+from spanloop.schemas.events import DeadLettered, OrchestrationRevised, SpansReceived, decode
 from spanloop.schemas.spans import Span
 
 __all__ = ["AssemblySettings", "AssemblyStage"]
@@ -114,7 +114,8 @@ class AssemblyStage:
     name = "assembly"
     topics = (topics.SPANS,)
 
-    def __init__(self, settings: AssemblySettings) -> None:
+    def __init__(self, settings: AssemblySettings, *, by_evidence: bool = True) -> None:
+        self._by_evidence = by_evidence
         self._quiet_ns = round(settings.quiet_s * _S)
         self._timeout_ns = round(settings.timeout_s * _S)
         self._retention_ns = round(settings.retention_s * _S)
@@ -122,11 +123,12 @@ class AssemblyStage:
         self._reset()
 
     def _reset(self) -> None:
-        self.joiner = Joiner()
+        self.joiner = Joiner(by_evidence=self._by_evidence)
         self._open = _Timers(self, closed=False)
         self._kept = _Timers(self, closed=True)
         self._num_kept = 0
         self._forgotten: dict[tuple[str, str], _Tombstone] = {}
+        self._floors: dict[tuple[str, str], dict[str, Emitted]] = {}
 
     # ------------------------------------------------------------ state
 
@@ -190,30 +192,31 @@ class AssemblyStage:
                 continue
             if isinstance(event, SpansReceived):
                 self._take(event, record.value, touched, output)
+        self.settle(touched, now_ns, output)
+        return output
+
+    def settle(self, touched: Iterable[tuple[str, str]], now_ns: int, output: StageOutput) -> None:
+        """Make the components of changed traces due anew, publish merges, write what changed."""
         for absorbed in self.joiner.absorbed:
             self._num_kept -= absorbed.closed
             if absorbed.meta_key:
                 output.writes[absorbed.meta_key] = None
         self.joiner.absorbed.clear()
-        changed = {id(c): c for key in touched if (c := self.joiner.of_trace.get(key)) is not None}
+        found = (self.joiner.of_trace.get(key) for key in touched)
+        changed = {id(c): c for c in found if c is not None and c.traces}
         for component in sorted(changed.values(), key=lambda c: (c.tenant, c.first_trace)):
             self._num_kept -= component.closed
             component.closed = False
+            self._raise_to_floor(component)
             component.deadline_ns = now_ns + (self._quiet_ns if component.complete else self._timeout_ns)
             output.events.extend(merged_events(component))
             self._open.push(component)
             self._write(output, component)
-        return output
 
     def _take(
         self, event: SpansReceived, raw: bytes, touched: dict[tuple[str, str], None], output: StageOutput
     ) -> None:
-        stone = self._forgotten.get((event.tenant, event.trace_id))
-        if stone is not None:
-            reason = f"later than the retention of orchestration {stone.orchestration_id}"
-            output.events.append(
-                _refused(event.tenant, reason, raw, trace_id=event.trace_id, spans=len(event.spans))
-            )
+        if self.refuse_late(event.tenant, event.trace_id, len(event.spans), raw, output):
             return
         for span in event.spans:
             try:
@@ -224,6 +227,63 @@ class AssemblyStage:
                 continue
             if self.joiner.add(event.tenant, operation, encoded) is not None:
                 touched[(event.tenant, operation.trace_id)] = None
+
+    # ------------------------------------------------------------ components that move
+
+    def refuse_late(self, tenant: str, trace_id: str, spans: int, raw: bytes, output: StageOutput) -> bool:
+        """Dead-letter spans of a trace whose orchestration was forgotten; False when it was not."""
+        stone = self._forgotten.get((tenant, trace_id))
+        if stone is not None:
+            reason = f"later than the retention of orchestration {stone.orchestration_id}"
+            output.events.append(_refused(tenant, reason, raw, trace_id=trace_id, spans=spans))
+        return stone is not None
+
+    def release(self, tenant: str, trace_id: str, output: StageOutput) -> Component | None:
+        """Give a trace's component away: it leaves the state, without a trace of its own."""
+        component = self.joiner.of_trace.get((tenant, trace_id))
+        if component is None:
+            return None
+        if component.traces:
+            self._raise_to_floor(component)
+            self._num_kept -= component.closed
+            for name, buffer in component.traces.items():
+                for n in range(buffer.chunks):
+                    output.writes[_chunk_key(tenant, name, n)] = None
+            if component.meta_key:
+                output.writes[component.meta_key] = None
+        self.joiner.forget(component)
+        return component
+
+    def observe(self, event: OrchestrationRevised) -> None:
+        """Take note of a revision that this stage published before it was restored: its numbers go on behind it."""
+        seen = Emitted(event.revision, event.content_hash, event.complete, event.merged_into)
+        traces = event.content.trace_ids if event.content is not None else ()
+        for trace_id in traces:
+            self._floor(event.tenant, trace_id, event.orchestration_id, seen)
+        if not traces:
+            for (tenant, trace_id), floors in list(self._floors.items()):
+                if tenant == event.tenant and event.orchestration_id in floors:
+                    self._floor(tenant, trace_id, event.orchestration_id, seen)
+
+    def _floor(self, tenant: str, trace_id: str, orchestration_id: str, seen: Emitted) -> None:
+        floors = self._floors.setdefault((tenant, trace_id), {})
+        known = floors.get(orchestration_id)
+        if known is None or known.revision < seen.revision:
+            floors[orchestration_id] = seen
+        component = self.joiner.of_trace.get((tenant, trace_id))
+        if component is not None and component.traces:
+            self._raise_to_floor(component)
+
+    def _raise_to_floor(self, component: Component) -> None:
+        if not self._floors:
+            return
+        for trace_id in component.traces:
+            for name, seen in self._floors.pop((component.tenant, trace_id), {}).items():
+                known = component.emitted.get(name)
+                if known is None or known.revision < seen.revision:
+                    component.emitted[name] = Emitted(
+                        seen.revision, seen.content_hash, seen.complete, seen.merged_into
+                    )
 
     # ------------------------------------------------------------ time
 

@@ -28,7 +28,7 @@ from spanloop.pipeline.ports import (
     Stage,
     StageOutput,
     StateStore,
-    new_record,
+    output_records,
 )
 from spanloop.schemas.errors import SchemaError, SpanloopError, TerminalError, TransientError
 from spanloop.schemas.events import DeadLettered
@@ -163,7 +163,7 @@ class EmbeddedRuntime:
         """Process and commit; a record on which the stage raises is cornered and dead-lettered."""
         try:
             output = runner.stage.process(records, now_ns)
-            outputs = [new_record(event) for event in output.events]
+            outputs = output_records(runner.stage, output.events)
         except (TransientError, TerminalError):
             raise
         except Exception as exc:
@@ -180,7 +180,7 @@ class EmbeddedRuntime:
             )  # fmt: skip
             runner.metrics.dead_letters += 1
             output = StageOutput(events=[_dead_letter(runner.stage.name, records[0], exc)])
-            outputs = [new_record(event) for event in output.events]
+            outputs = output_records(runner.stage, output.events)
         offsets = {record.source: record.offset for record in records}
         self._commit(runner, output, outputs, offsets)
         runner.metrics.records += len(records)
@@ -188,7 +188,7 @@ class EmbeddedRuntime:
     def _tick(self, runner: _Runner, now_ns: int) -> int:
         try:
             output = runner.stage.tick(now_ns)
-            outputs = [new_record(event) for event in output.events]
+            outputs = output_records(runner.stage, output.events)
         except SpanloopError:
             raise
         except Exception as exc:
