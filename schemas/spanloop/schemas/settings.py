@@ -83,6 +83,13 @@ class Gateway(_Section):
 
 class Serving(_Section):
     enabled: bool = True
+    engine: str = Field("embedded", pattern="^(embedded|vllm)$")
+    """embedded: the torch server of the small policy; vllm: vLLM with a LoRA adapter for each version (docs/serving.md)."""
+    urls: tuple[str, ...] = ()
+    """Base URLs of vLLM servers that run elsewhere: versions are loaded on all of them, the gateway spreads conversations over
+    them. Empty: one server, started by `spanloop up` on host and port."""
+    vllm_args: tuple[str, ...] = ()
+    """Further arguments for the vLLM server that spanloop starts, e.g. ["--tensor-parallel-size", "2"]."""
     host: str = "127.0.0.1"
     port: int = Field(8788, ge=0, le=65535)
     max_batch: int = Field(32, ge=1)
@@ -181,6 +188,27 @@ class Learner(_Section):
     context: int = Field(64, ge=16)
     vocabulary: tuple[str, ...] = ()
     """Words of the embedded policy's tokenizer; needed to serve and train it."""
+    model: str = ""
+    """Folder of a Hugging Face causal LM to train with LoRA, written just as the vLLM server at ``gateway.upstream`` got it;
+    empty: the embedded policy (width, layers, heads, context, vocabulary)."""
+    lora_rank: int = Field(8, ge=1, le=512)
+    """At most vLLM's --max-lora-rank."""
+    lora_alpha: int = Field(16, ge=1)
+    """The adapter's change is scaled by alpha / rank."""
+    lora_targets: tuple[str, ...] = ()
+    """Names of the linear layers that get an adapter, such as q_proj; empty: all but the output head."""
+    dtype: str = Field("float32", pattern="^(float32|bfloat16)$")
+    """Type of the base model's weights in the learner; the adapter is float32."""
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    """Where the model is trained. A replay gives the same bits on the cpu only."""
+    max_length: int = Field(1024, ge=16)
+    """Longest prompt + response of the model in tokens; rows of longer ones are dropped and counted."""
+    microbatch_tokens: int = Field(8192, ge=16)
+    """Padded tokens that go through the model at once; less needs less memory."""
+    probe_tolerance: float = Field(0.0, ge=0)
+    """Mean difference (nats) between the learner's and serving's log-probabilities of a probe at which a version is
+    refused, ten times that at one token. 0: by dtype, 0.001 for float32 and 0.06 for bfloat16; set it where the two differ in
+    type."""
 
 
 class Kafka(_Section):
