@@ -29,7 +29,7 @@ def rollouts(count: int = 12) -> list[Rollout]:
 
 
 def trained(batches: int) -> Updater:
-    updater = Updater(CONFIG, PolicyNet.initial(CONFIG, 0))
+    updater = Updater(PolicyNet.initial(CONFIG, 0))
     for batch in range(1, batches + 1):
         updater.train(rollouts(), HYPER, batch)
     return updater
@@ -47,7 +47,7 @@ def test_round_trip_continues_bit_for_bit(tmp_path: Path) -> None:
     found = load_latest(tmp_path)
     assert found is not None
     assert found.state == at(1, first).state
-    resumed = Updater(CONFIG, PolicyNet.initial(CONFIG, 5))
+    resumed = Updater(PolicyNet.initial(CONFIG, 5))
     resumed.restore(found.tensors, steps=found.state.steps, skipped=found.state.skipped)
     resumed.train(rollouts(), HYPER, 2)
     assert tensors_hash(resumed.tensors()) == tensors_hash(trained(2).tensors())

@@ -35,6 +35,8 @@ class Arrays(msgspec.Struct, frozen=True):
     values_NK: NDArray[np.float32]
     valued_N: NDArray[np.bool_]
     weight_N: NDArray[np.float32]
+    full_N: NDArray[np.bool_]
+    """True for a decision over the whole vocabulary: its menu is the token taken, alone."""
     rollout_B: NDArray[np.int64]
     """Index of the row's rollout."""
 
@@ -50,16 +52,17 @@ def collate(rollouts: Sequence[Rollout], *, weighting: str = "decision") -> Arra
     calls = [(index, call) for index, rollout in enumerate(rollouts) for call in rollout.calls]
     flat = [(row, index, d) for row, (index, call) in enumerate(calls) for d in call.decisions]
     longest = max(len(call.ids) for _, call in calls)
-    widest = max(len(d.menu) for _, _, d in flat)
+    widest = max(1, *(len(d.menu) for _, _, d in flat))
     ids_BT = np.zeros((len(calls), longest), np.int64)
     for row, (_, call) in enumerate(calls):
         ids_BT[row, : len(call.ids)] = call.ids
     menu_NK = np.zeros((len(flat), widest), np.int64)
     open_NK = np.zeros((len(flat), widest), np.bool_)
     values_NK = np.zeros((len(flat), widest), np.float32)
-    for n, (_, _, d) in enumerate(flat):
-        menu_NK[n, : len(d.menu)] = d.menu
-        open_NK[n, : len(d.menu)] = True
+    for n, (row, _, d) in enumerate(flat):
+        menu = d.menu or (calls[row][1].ids[d.position + 1],)
+        menu_NK[n, : len(menu)] = menu
+        open_NK[n, : len(menu)] = True
         values_NK[n, : len(d.values)] = d.values
     if weighting == "rollout":
         rows = [call.weight / len(call.decisions) for _, call in calls]
@@ -79,6 +82,7 @@ def collate(rollouts: Sequence[Rollout], *, weighting: str = "decision") -> Arra
         values_NK=values_NK,
         valued_N=np.array([bool(d.values) for _, _, d in flat], np.bool_),
         weight_N=(weight / max(weight.sum(), 1e-12)).astype(np.float32),
+        full_N=np.array([not d.menu for _, _, d in flat], np.bool_),
         rollout_B=np.array([index for index, _ in calls], np.int64),
     )
 

@@ -46,8 +46,9 @@ class Decision(msgspec.Struct, frozen=True):
     position: int
     """Index in prompt + response of the token before it: where the logits that chose it are."""
     menu: tuple[int, ...]
+    """Empty: the whole vocabulary was open."""
     chosen: int
-    """Index in ``menu``."""
+    """Index in ``menu``; 0 without one."""
     behaviour: float
     """Logged log-probability of the mixture that sampled it, nats."""
     advantage: float
@@ -89,7 +90,17 @@ def _finite(values: Iterable[float | None], bound: float = math.inf) -> bool:
     return all(v is not None and math.isfinite(v) and abs(v) <= bound for v in values)
 
 
-def _decisions(row: Sample, exploration_ok: bool = True) -> tuple[list[Decision], int] | str:
+def _whole(row: Sample, index: int) -> bool:
+    """Whether the options of a token are not known: no menu, or one that the server cut (the gateway then records the
+    sampled token alone, with its probability)."""
+    if not row.menu_ids or not row.menu_ids[index]:
+        return True
+    if len(row.menu_logprobs) != len(row.menu_ids):
+        return False
+    return math.fsum(map(math.exp, row.menu_logprobs[index])) < MENU_MASS_MIN
+
+
+def _decisions(row: Sample, full_vocabulary: bool) -> tuple[list[Decision], int] | str:
     count = len(row.response_token_ids)
     if not (len(row.logprobs) == len(row.advantages) == count) or len(row.menu_ids) not in (0, count):
         return "malformed"
@@ -97,11 +108,23 @@ def _decisions(row: Sample, exploration_ok: bool = True) -> tuple[list[Decision]
         return "non_finite"
     if any(logp > 1e-4 for logp in row.logprobs):
         return "non_finite"
-    if not row.menu_ids:
+    if not row.menu_ids and not full_vocabulary:
         return "no_menu"
     found: list[Decision] = []
     forced = 0
     for index, token in enumerate(row.response_token_ids):
+        if full_vocabulary and _whole(row, index):
+            found.append(
+                Decision(
+                    position=len(row.prompt_token_ids) + index - 1,
+                    menu=(),
+                    chosen=0,
+                    behaviour=min(0.0, row.logprobs[index]),
+                    advantage=unmicro(row.advantages[index]),
+                    account=row.accounts[index] if len(row.accounts) == count else "",
+                )
+            )
+            continue
         menu = row.menu_ids[index]
         if token not in menu or len(set(menu)) != len(menu):
             return "malformed"
@@ -130,8 +153,17 @@ def _decisions(row: Sample, exploration_ok: bool = True) -> tuple[list[Decision]
     return found, forced
 
 
-def to_rollout(built: SamplesBuilt, *, vocabulary_size: int, context: int) -> Rollout | str:
-    """The training example of one orchestration, or the reason why it gives none."""
+def to_rollout(
+    built: SamplesBuilt, *, vocabulary_size: int, context: int, full_vocabulary: bool = False
+) -> Rollout | str:
+    """The training example of one orchestration, or the reason why it gives none.
+
+    Args:
+        built: A record of the samples topic.
+        vocabulary_size: Of the policy.
+        context: Longest prompt + response in tokens.
+        full_vocabulary: Take a token without a menu as a decision over the whole vocabulary, instead of refusing the row.
+    """
     calls: list[Call] = []
     versions: set[int] = set()
     forced = 0
@@ -155,7 +187,7 @@ def to_rollout(built: SamplesBuilt, *, vocabulary_size: int, context: int) -> Ro
         if not _finite((row.weight,), ADVANTAGE_MAX) or row.weight < 0:
             return "non_finite"
         versions.add(version)
-        got = _decisions(row)
+        got = _decisions(row, full_vocabulary)
         if isinstance(got, str):
             return got
         decisions, without_choice = got
@@ -210,12 +242,14 @@ class Window:
         max_staleness: int,
         vocabulary_size: int,
         context: int,
+        full_vocabulary: bool = False,
     ) -> None:
         self._ledger = ledger
         self._lag = lag
         self._max_staleness = max_staleness
         self._vocabulary_size = vocabulary_size
         self._context = context
+        self._full_vocabulary = full_vocabulary
         self._verdicts: dict[str, tuple[int, Rollout | str]] = {}
         self._trainable = 0
         self._superseded = 0
@@ -237,7 +271,12 @@ class Window:
     def _judge(self, built: SamplesBuilt) -> Rollout | str:
         if built.holdout:
             return "holdout"
-        rollout = to_rollout(built, vocabulary_size=self._vocabulary_size, context=self._context)
+        rollout = to_rollout(
+            built,
+            vocabulary_size=self._vocabulary_size,
+            context=self._context,
+            full_vocabulary=self._full_vocabulary,
+        )
         if isinstance(rollout, str):
             return rollout
         reason = refusal(rollout, ledger=self._ledger, lag=self._lag, max_staleness=self._max_staleness)

@@ -248,7 +248,7 @@ def rollback(context: click.Context, to: str, reason: str, wait: float) -> None:
 @click.pass_context
 def inject(context: click.Context, path: Path, reason: str, wait: float) -> None:
     """Make the artifact folder PATH a candidate: next in line for gate and canary."""
-    from spanloop.learner.policy import read_manifest
+    from spanloop.learner.model import read_manifest
 
     read_manifest(path)  # a folder of something else is refused here, not when a learner next runs
     _ask(context.obj, "inject", str(path.resolve()), reason, wait)

@@ -12,19 +12,16 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from spanloop.learner.policy import PolicyNet
+from spanloop.learner.model import Policy, Tolerance
 from spanloop.learner.serving.port import ServingPort
 from spanloop.schemas.errors import SchemaError, SpanloopError, StaleError
 from spanloop.schemas.ids import policy_name
 
-__all__ = ["DRAIN_S", "PROBE_TOLERANCE", "Deployment", "probe_prompts", "score_locally"]
+__all__ = ["DRAIN_S", "Deployment", "probe_prompts"]
 
 _LOG = logging.getLogger(__name__)
 
-PROBE_TOLERANCE = 1e-4
-"""Largest difference in nats between a probe's log-probabilities here and in serving."""
 DRAIN_S = 60.0
 """A version that routing no longer names is unloaded after this long."""
 
@@ -35,15 +32,6 @@ def probe_prompts(vocabulary_size: int, context: int) -> list[list[int]]:
     return [rng.integers(0, vocabulary_size, min(context, 16)).tolist() for _ in range(4)]
 
 
-def score_locally(net: PolicyNet, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-    """What ``ServingPort.probe`` must answer for these weights."""
-    with torch.no_grad():
-        ids_BT = torch.tensor(prompts)
-        logp_BTV = net(ids_BT).log_softmax(-1)
-        scores_BT = logp_BTV[:, :-1].gather(2, ids_BT[:, 1:, None])[:, :, 0]
-    return scores_BT.tolist()
-
-
 class Deployment:
     """What is loaded and proved, and what was refused.
 
@@ -52,6 +40,7 @@ class Deployment:
         policy: Name of the policy.
         net: Version -> its verified network. Raises SchemaError.
         folder: Version -> its artifact folder.
+        tolerance: Mean difference in nats that a probe may have, ten times that at any token; 0: the policy's own.
     """
 
     def __init__(
@@ -59,13 +48,15 @@ class Deployment:
         serving: ServingPort | None,
         policy: str,
         *,
-        net: Callable[[int], PolicyNet],
+        net: Callable[[int], Policy],
         folder: Callable[[int], Path],
+        tolerance: float = 0.0,
     ) -> None:
         self._serving = serving
         self._policy = policy
         self._net = net
         self._folder = folder
+        self._tolerance = Tolerance(tolerance, 10.0 * tolerance) if tolerance > 0.0 else None
         self._verified: set[int] = set()
         self._left: dict[int, float] = {}
         self.unroutable: set[int] = set()
@@ -93,9 +84,13 @@ class Deployment:
         net = self._net(version)
         prompts = probe_prompts(net.config.vocabulary_size, net.config.context)
         serving.load(name, self._folder(version).resolve())
-        difference = _difference(serving.probe(name, prompts), score_locally(net, prompts))
-        if not difference <= PROBE_TOLERANCE:
-            raise SchemaError(f"its probe differs by {difference:.2g} nats from the weights")
+        mean, largest = _difference(serving.probe(name, prompts), net.probe(prompts))
+        allowed = self._tolerance or net.tolerance
+        if not (mean <= allowed.mean and largest <= allowed.largest):
+            raise SchemaError(
+                f"its probe differs by {largest:.2g} nats from the weights (mean {mean:.2g}; allowed {allowed.largest:.2g} and "
+                f"{allowed.mean:.2g}); where serving computes in another type, set learner.probe_tolerance"
+            )
 
     def drain(self, named: Collection[int], now_s: float) -> None:
         """Unload versions that have not been in ``named`` for ``DRAIN_S``."""
@@ -115,10 +110,11 @@ class Deployment:
             _LOG.info("%s could not be unloaded: %s", name, exc.message)
 
 
-def _difference(served: Sequence[Sequence[float]], local: Sequence[Sequence[float]]) -> float:
+def _difference(served: Sequence[Sequence[float]], local: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Mean and largest absolute difference, nats; not a number where an entry is none."""
     if [len(s) for s in served] != [len(s) for s in local]:
         raise SchemaError("serving answered a probe of another length")
-    return max(
-        (abs(a - b) for s, t in zip(served, local, strict=True) for a, b in zip(s, t, strict=True)),
-        default=0.0,
-    )
+    gaps = [abs(a - b) for s, t in zip(served, local, strict=True) for a, b in zip(s, t, strict=True)]
+    if not gaps:
+        return 0.0, 0.0
+    return float(np.mean(gaps)), float(np.max(gaps))

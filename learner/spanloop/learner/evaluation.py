@@ -16,15 +16,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
-import torch
 
 from spanloop.learner.arrays import collate
 from spanloop.learner.batches import Rollout, to_rollout
 from spanloop.learner.canary import CanaryTest, Verdict
 from spanloop.learner.gate import ORCHESTRATIONS_MIN, GateVerdict, judge
-from spanloop.learner.losses import taken
-from spanloop.learner.policy import PolicyNet
-from spanloop.learner.update import TensorBatch
+from spanloop.learner.model import Policy, TensorBatch, chosen_log_probs
 from spanloop.schemas.canonical import MICRO
 from spanloop.schemas.events import CanaryStarted, SamplesBuilt
 from spanloop.schemas.ids import policy_number
@@ -90,6 +87,8 @@ class Evaluation:
         load: Version -> its verified network (raises SchemaError, which makes the gate refuse).
         vocabulary_size: Of the policy.
         context: Of the policy.
+        full_vocabulary: Whether tokens without a menu are decisions.
+        mismatch: Mean difference between serving's and the learner's log-probability of a token, nats.
     """
 
     def __init__(
@@ -98,9 +97,11 @@ class Evaluation:
         *,
         exploration: float,
         floor: Callable[[int], float],
-        load: Callable[[int], PolicyNet],
+        load: Callable[[int], Policy],
         vocabulary_size: int,
         context: int,
+        full_vocabulary: bool = False,
+        mismatch: float = 0.0,
     ) -> None:
         self._settings = settings
         self._exploration = exploration
@@ -108,6 +109,8 @@ class Evaluation:
         self._load = load
         self._vocabulary_size = vocabulary_size
         self._context = context
+        self._full_vocabulary = full_vocabulary
+        self._mismatch = mismatch
         self._held: OrderedDict[str, _Held] = OrderedDict()
         self._canary: CanaryStarted | None = None
         self._test: CanaryTest | None = None
@@ -126,7 +129,12 @@ class Evaluation:
         if known is not None and known.rollout.revision >= built.revision:
             self._held[built.orchestration_id] = known
             return
-        rollout = to_rollout(built, vocabulary_size=self._vocabulary_size, context=self._context)
+        rollout = to_rollout(
+            built,
+            vocabulary_size=self._vocabulary_size,
+            context=self._context,
+            full_vocabulary=self._full_vocabulary,
+        )
         if isinstance(rollout, str) or len(rollout.versions) != 1:
             return
         logged = math.fsum(d.behaviour for c in rollout.calls for d in c.decisions)
@@ -222,7 +230,8 @@ class Evaluation:
                 self._score(policy, theirs)
             for h in theirs:
                 nearest = min(choices, key=lambda policy, h=h: abs(h.log_probs[policy] - h.logged))
-                if abs(h.log_probs[nearest] - h.logged) <= MISMATCH_MAX:
+                allowed = MISMATCH_MAX + self._mismatch * h.rollout.num_decisions
+                if abs(h.log_probs[nearest] - h.logged) <= allowed:
                     h.logger = nearest
 
     def _score(self, policy: Logger, held: Sequence[_Held]) -> None:
@@ -234,9 +243,9 @@ class Evaluation:
         for start in range(0, len(missing), 64):
             part = missing[start : start + 64]
             arrays = collate([h.rollout for h in part])
-            tensors = TensorBatch.of(arrays)
-            with torch.no_grad():
-                logp_N = taken(tensors.log_probs(net, exploration), tensors.chosen_N)
+            logp_N = chosen_log_probs(
+                net, TensorBatch.of(arrays), exploration, self._settings.microbatch_tokens
+            )
             sums = np.zeros(len(part))
             np.add.at(sums, arrays.rollout_B[arrays.row_N], logp_N.double().numpy())
             for h, value in zip(part, sums.tolist(), strict=True):

@@ -1,7 +1,9 @@
 """Objectives of the policy update, as pure functions of tensors.
 
 Place: ``trainer`` gathers the logits of the decisions of a minibatch, these functions turn them into a scalar. A decision
-is one response token with more than one open option; its *menu* are the options that the server left open.
+is one response token with more than one open option; its *menu* are the options that the server left open. Where these are
+not known it is the whole vocabulary: such a decision is a row whose only column is the token taken, with its entropy beside
+it (``FullVocabulary``), so that nothing of size (N, V) is kept.
 
 Invariants: an option that was closed, and a decision of weight zero, has no gradient; nothing here reads a clock, a
 random number or a global. Ratios follow METHODS 4.2: behaviour ``mu`` acted, proximal ``p`` is the policy before the
@@ -13,6 +15,7 @@ Legend of suffixes: N decisions, K options of a menu (padded), V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -20,11 +23,14 @@ from torch import Tensor
 
 __all__ = [
     "CLOSED",
+    "FullVocabulary",
     "LossTerms",
     "clipped_surrogate",
+    "decision_log_probs",
     "effective_sample_size",
     "entropy",
     "importance_weights",
+    "joined",
     "k3",
     "menu_log_probs",
     "policy_loss",
@@ -56,11 +62,49 @@ def menu_log_probs(logits_NV: Tensor, menu_NK: Tensor, open_NK: Tensor, explorat
     return with_exploration(logp_NK, open_NK, exploration)
 
 
-def with_exploration(logp_NK: Tensor, open_NK: Tensor, exploration: float) -> Tensor:
+class FullVocabulary(msgspec.Struct, frozen=True):
+    """Which decisions of a batch are over the whole vocabulary, and what their single column does not say."""
+
+    full_N: Tensor
+    entropy_N: Tensor
+    """Nats; carries a gradient. Only read where ``full_N``."""
+    size: int
+    """Options of each: V."""
+
+
+def decision_log_probs(
+    logits_NV: Tensor, menu_NK: Tensor, open_NK: Tensor, full_N: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of menus and of whole-vocabulary decisions, and the latter's entropies.
+
+    Args:
+        logits_NV: Unmasked logits, float32.
+        menu_NK: Token ids; of a whole-vocabulary decision the token taken, in column 0.
+        open_NK: True where the option exists.
+        full_N: True for decisions over the whole vocabulary.
+
+    Returns:
+        (N, K) nats, CLOSED at padding; (N,) entropy in nats, 0 where not ``full_N``.
+    """
+    logp_NK = menu_log_probs(logits_NV, menu_NK, open_NK)
+    total_N = logits_NV.logsumexp(1)
+    logp_N = logits_NV.gather(1, menu_NK[:, :1])[:, 0] - total_N
+    entropy_N = total_N - (torch.softmax(logits_NV, dim=1) * logits_NV).sum(1)
+    first_NK = torch.arange(menu_NK.shape[1], device=menu_NK.device) == 0
+    logp_NK = torch.where(full_N[:, None] & first_NK, logp_N[:, None], logp_NK)
+    return logp_NK, torch.where(full_N, entropy_N, torch.zeros_like(entropy_N))
+
+
+def with_exploration(
+    logp_NK: Tensor, open_NK: Tensor, exploration: float, full: FullVocabulary | None = None
+) -> Tensor:
     """What the server samples from: (1 - eps) of the policy and eps spread evenly over the open options, in nats."""
     if exploration <= 0.0:
         return logp_NK
-    floor_N1 = math.log(exploration) - open_NK.sum(1, keepdim=True).to(logp_NK.dtype).log()
+    num_N1 = open_NK.sum(1, keepdim=True).to(logp_NK.dtype)
+    if full is not None:
+        num_N1 = num_N1.masked_fill(full.full_N[:, None], float(full.size))
+    floor_N1 = math.log(exploration) - num_N1.log()
     mixed_NK = torch.logaddexp(logp_NK + math.log1p(-exploration), floor_N1)
     return mixed_NK.masked_fill(~open_NK, CLOSED)
 
@@ -149,6 +193,30 @@ class LossTerms(msgspec.Struct, frozen=True):
     """Mean k3 of theta against the proximal policy."""
     ess: float
     """Effective sample size of the drift-one weights over the number of decisions."""
+    weight: float = 0.0
+    """Sum of the decisions' weights."""
+    decisions: int = 0
+    drift: tuple[float, float] = (0.0, 0.0)
+    """Sum of the drift-one weights and of their squares."""
+
+
+def joined(parts: Sequence[LossTerms]) -> LossTerms:
+    """Terms of a minibatch that went through the model in parts: losses add up, the rest is over all decisions."""
+    if len(parts) == 1:
+        return parts[0]
+    count = max(1, sum(p.decisions for p in parts))
+    weight = max(1e-12, math.fsum(p.weight for p in parts))
+    drift, square = (math.fsum(p.drift[i] for p in parts) for i in (0, 1))
+    return LossTerms(
+        loss=torch.stack([p.loss.detach() for p in parts]).sum(),
+        entropy=math.fsum(p.entropy * p.weight for p in parts) / weight,
+        clipped=math.fsum(p.clipped * p.decisions for p in parts) / count,
+        kl=math.fsum(p.kl * p.decisions for p in parts) / count,
+        ess=drift * drift / square / count if square > 0.0 else 0.0,
+        weight=weight,
+        decisions=count,
+        drift=(drift, square),
+    )
 
 
 def policy_loss(
@@ -167,6 +235,7 @@ def policy_loss(
     cap: float,
     temperature: float,
     forward: bool = True,
+    full: FullVocabulary | None = None,
 ) -> LossTerms:
     """Loss to minimise: the weighted mean over decisions.
 
@@ -188,11 +257,14 @@ def policy_loss(
         cap: Truncation of drift-one weights.
         temperature: Coefficient of the entropy bonus; the all-action target's temperature.
         forward: Direction of the all-action divergence.
+        full: Which decisions are over the whole vocabulary, with their entropies under theta; None: none.
     """
-    theta_N = taken(with_exploration(theta_NK, open_NK, exploration), chosen_N)
-    prox_N = taken(with_exploration(prox_NK, open_NK, exploration), chosen_N)
+    theta_N = taken(with_exploration(theta_NK, open_NK, exploration, full), chosen_N)
+    prox_N = taken(with_exploration(prox_NK, open_NK, exploration, full), chosen_N)
     drift_N = importance_weights(prox_N, behaviour_N, cap)
     entropy_N = entropy(theta_NK)
+    if full is not None:
+        entropy_N = torch.where(full.full_N, full.entropy_N, entropy_N)
     surrogate_N = drift_N * clipped_surrogate(theta_N, prox_N, advantage_N, clip)
     divergence_N = soft_greedy_divergence(
         theta_NK, values_NK, open_NK, max(temperature, TEMPERATURE_MIN), forward=forward
@@ -208,4 +280,7 @@ def policy_loss(
             clipped=float(((log_ratio_N.exp() - 1.0).abs() > clip).to(weight_N.dtype).mean()),
             kl=float(k3(log_ratio_N).mean()),
             ess=float(effective_sample_size(drift_N) / max(1, drift_N.numel())),
+            weight=float(weight_N.sum()),
+            decisions=drift_N.numel(),
+            drift=(float(drift_N.sum()), float(drift_N.square().sum())),
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from spanloop.learner.durable import sync_folder, write_durably
+from spanloop.learner.losses import decision_log_probs, menu_log_probs
+from spanloop.learner.model import TensorBatch, Tolerance
 from spanloop.learner.tokenizer import Tokenizer
 from spanloop.schemas.canonical import canonical_json, decode_json
 from spanloop.schemas.errors import ConfigError, SchemaError, TerminalError
@@ -56,6 +58,11 @@ class PolicyConfig(msgspec.Struct, frozen=True):
                 f"learner.width = {self.width} is not a multiple of learner.heads = {self.heads}"
             )
 
+    @property
+    def full_vocabulary(self) -> bool:
+        """The embedded server gives a menu with every token; one without is refused."""
+        return False
+
 
 class _Block(nn.Module):
     def __init__(self, config: PolicyConfig) -> None:
@@ -79,7 +86,10 @@ class _Block(nn.Module):
 
 
 class PolicyNet(nn.Module):
-    """Pre-norm causal transformer with learned positions. Rows are padded on the right."""
+    """Pre-norm causal transformer with learned positions; implements ``model.Policy``. Rows are padded on the right."""
+
+    tolerance = Tolerance(1e-4, 1e-4)
+    microbatched = False
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__()
@@ -133,6 +143,50 @@ class PolicyNet(nn.Module):
         """Logits (B, V) of the token after each row's last; the head runs on one position a row."""
         x_BTW = self.hidden(ids_BT)
         return self.head(x_BTW[torch.arange(ids_BT.shape[0]), lengths_B - 1])
+
+    # ------------------------------------------------------------ the policy port
+
+    def twin(self) -> PolicyNet:
+        """An independent copy, trainable."""
+        net = _unfilled(self.config)
+        net.load_state_dict(self.state_dict())
+        return net
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """All parameters."""
+        return dict(self.named_parameters())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All parameters."""
+        return self.state_dict()
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Become the network with these parameters."""
+        self.load_state_dict(dict(tensors))
+
+    def decide(self, batch: TensorBatch) -> tuple[Tensor, Tensor]:
+        """See ``model.Policy``; the head runs on decisions only."""
+        logits_NV = self.head(self.hidden(batch.ids_BT)[batch.row_N, batch.position_N])
+        if bool(batch.full_N.any()):
+            return decision_log_probs(logits_NV, batch.menu_NK, batch.open_NK, batch.full_N)
+        logp_NK = menu_log_probs(logits_NV, batch.menu_NK, batch.open_NK)
+        return logp_NK, torch.zeros(logp_NK.shape[0])
+
+    @torch.no_grad()
+    def probe(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probability of each prompt's tokens after the first."""
+        found: list[list[float]] = []
+        for prompt in prompts:
+            ids_T = torch.tensor(list(prompt))
+            logp_TV = self(ids_T[None])[0, :-1].log_softmax(-1)
+            found.append(logp_TV.gather(1, ids_T[1:, None])[:, 0].tolist())
+        return found
+
+    def save(self, folder: Path, tokenizer: Tokenizer | None, about: Mapping[str, Any]) -> str:
+        """See ``save_artifact``."""
+        if tokenizer is None:
+            raise TerminalError("the embedded policy is saved with its tokenizer")
+        return save_artifact(folder, self, tokenizer, about=about)
 
 
 _SMALL = ("head.weight", "positions.weight")

@@ -23,7 +23,7 @@ from spanloop.learner.checkpoint import BatchReport
 from spanloop.learner.deployment import Deployment
 from spanloop.learner.evaluation import Evaluation
 from spanloop.learner.gate import GateVerdict
-from spanloop.learner.policy import Artifact, PolicyNet, load_artifact, save_artifact
+from spanloop.learner.model import Artifact, Policy, load_artifact, read_manifest, save_artifact
 from spanloop.learner.promotion import (
     EvaluateGate,
     Facts,
@@ -73,7 +73,7 @@ class Promoter:
         registry: Registry,
         serving: ServingPort | None,
         clock: Clock,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
     ) -> None:
         self._settings = settings
         self._log = log
@@ -82,9 +82,15 @@ class Promoter:
         self._tokenizer = tokenizer
         self._names: dict[str, Any] = {"tenant": settings.tenant, "policy": settings.gateway.policy}
         self._read_to = -1
-        self._nets: OrderedDict[int, PolicyNet] = OrderedDict()
+        self._nets: OrderedDict[int, Policy] = OrderedDict()
         self._alias: int | None = None
-        self.deployment = Deployment(serving, settings.gateway.policy, net=self.net, folder=self.folder)
+        self.deployment = Deployment(
+            serving,
+            settings.gateway.policy,
+            net=self.net,
+            folder=self.folder,
+            tolerance=settings.learner.probe_tolerance,
+        )
         self.state = PromotionState()
 
     # ------------------------------------------------------------ the log
@@ -121,7 +127,7 @@ class Promoter:
     def _relative(self, version: int) -> str:
         return f"policies/{policy_name(self._names['policy'], version)}"
 
-    def net(self, version: int) -> PolicyNet:
+    def net(self, version: int) -> Policy:
         """Verified network of a registered version. Raises SchemaError."""
         found = self._nets.pop(version, None)
         if found is None:
@@ -142,7 +148,7 @@ class Promoter:
             raise SchemaError(f"version {version} is not registered")
         return load_artifact(self._settings.workspace / candidate.path, sha256=candidate.sha256)
 
-    def register(self, net: PolicyNet, batch: int, report: BatchReport) -> int:
+    def register(self, net: Policy, batch: int, report: BatchReport) -> int:
         """Make the weights after ``batch`` a version: artifact, MLflow, event. Doing it again changes nothing.
 
         Raises TransientError when disk, MLflow or the log refuse; the caller tries again.
@@ -153,7 +159,7 @@ class Promoter:
         return self._register(net, batch=batch, report=report)
 
     def _register(
-        self, net: PolicyNet, *, batch: int, report: BatchReport, injected: str = "", command: str = ""
+        self, net: Policy, *, batch: int, report: BatchReport, injected: str = "", command: str = ""
     ) -> int:
         version = self.state.next_version
         sha256 = self._save(
@@ -194,7 +200,7 @@ class Promoter:
         last = self.state.last_batch
         return last.to_offset if last is not None and last.batch == batch else -1
 
-    def _save(self, version: int, net: PolicyNet, about: Mapping[str, Any]) -> str:
+    def _save(self, version: int, net: Policy, about: Mapping[str, Any]) -> str:
         folder = self.folder(version)
         if folder.exists() and version not in self.state.versions:
             self._clear_orphan(folder, net)
@@ -206,7 +212,7 @@ class Promoter:
             ) from exc
 
     @staticmethod
-    def _clear_orphan(folder: Path, net: PolicyNet) -> None:
+    def _clear_orphan(folder: Path, net: Policy) -> None:
         """Move a folder aside that a killed learner left without an event, unless it holds just these weights."""
         try:
             same = _same(load_artifact(folder).net, net)
@@ -345,12 +351,15 @@ class Promoter:
         )
 
     def _inject(self, command: PolicyCommand, batch: int) -> int:
-        artifact = load_artifact(Path(command.argument))
+        path = Path(command.argument)
         champion = self.net(self.state.champion) if self.state.champion >= 0 else None
-        if champion is not None and artifact.net.config != champion.config:
-            raise SchemaError(f"{command.argument} has another shape than the policy: {artifact.net.config}")
-        if artifact.tokenizer.hash != self._tokenizer.hash:
-            raise SchemaError(f"{command.argument} has another vocabulary than learner.vocabulary")
+        config = read_manifest(path).config
+        if champion is not None and config != champion.config:
+            raise SchemaError(f"{path} has another shape than the policy: {config}")
+        artifact = load_artifact(path)
+        tokenizer = artifact.tokenizer
+        if tokenizer is not None and self._tokenizer is not None and tokenizer.hash != self._tokenizer.hash:
+            raise SchemaError(f"{path} has another vocabulary than learner.vocabulary")
         report = BatchReport(orchestrations=0, parent_version=self.state.champion)
         reason = command.reason or "injected by hand"
         return self._register(
@@ -422,8 +431,8 @@ def _micro(value: float) -> int:
     return _BOUND if scaled >= _BOUND else -_BOUND if scaled <= -_BOUND else round(scaled)
 
 
-def _same(one: PolicyNet, other: PolicyNet) -> bool:
-    mine, theirs = one.state_dict(), other.state_dict()
+def _same(one: Policy, other: Policy) -> bool:
+    mine, theirs = one.tensors(), other.tensors()
     return mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
 
 

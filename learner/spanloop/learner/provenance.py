@@ -13,7 +13,7 @@ import msgspec
 
 from spanloop.learner.batches import Rollout
 from spanloop.learner.history import read_policies, read_samples
-from spanloop.learner.policy import PolicyConfig, read_manifest
+from spanloop.learner.model import Shape, read_manifest
 from spanloop.learner.promotion import PromotionState, fold
 from spanloop.learner.training import select
 from spanloop.pipeline.log import scan
@@ -58,7 +58,7 @@ class Provenance(msgspec.Struct, frozen=True):
     batches: tuple[TaughtBatch, ...]
 
 
-def policy_config(workspace: Path, state: PromotionState) -> PolicyConfig:
+def policy_config(workspace: Path, state: PromotionState) -> Shape:
     """Shape of the workspace's policy. Raises SchemaError when version 0 is not there."""
     first = state.versions.get(0)
     if first is None:
@@ -67,7 +67,7 @@ def policy_config(workspace: Path, state: PromotionState) -> PolicyConfig:
 
 
 def lessons_of(
-    log: Log, config: PolicyConfig, *, tenant: str, policy: str
+    log: Log, config: Shape, *, tenant: str, policy: str
 ) -> list[tuple[BatchCommitted, list[Rollout], dict[str, int]]]:
     """Every batch on the log with the rollouts it trained on and what it dropped."""
     events = read_policies(log, tenant, policy)
@@ -85,7 +85,7 @@ def lessons_of(
 
 
 def provenance(
-    log: Log, config: PolicyConfig, version: int, *, tenant: str = "default", policy: str = "policy"
+    log: Log, config: Shape, version: int, *, tenant: str = "default", policy: str = "policy"
 ) -> Provenance:
     """History of a version. An injected version descends from nothing on this log.
 
@@ -126,7 +126,7 @@ def provenance(
 
 
 def taught_by(
-    log: Log, config: PolicyConfig, orchestration_id: str, *, tenant: str = "default", policy: str = "policy"
+    log: Log, config: Shape, orchestration_id: str, *, tenant: str = "default", policy: str = "policy"
 ) -> tuple[int, tuple[int, ...]]:
     """(batch, versions) that an orchestration taught: the batch's own version and all that descend from it; batch -1
     when no batch used it."""

@@ -22,13 +22,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 
 from spanloop.learner.checkpoint import BatchReport
 from spanloop.learner.evaluation import Evaluation
 from spanloop.learner.history import decode_samples, read_policies, read_samples
-from spanloop.learner.policy import PolicyConfig, PolicyNet, load_artifact
+from spanloop.learner.model import Policy, load_artifact, other_policy, read_manifest
+from spanloop.learner.policy import PolicyConfig, PolicyNet
 from spanloop.learner.promoter import Promoter
 from spanloop.learner.registry import Registry
 from spanloop.learner.serving.port import ServingPort
@@ -37,12 +39,12 @@ from spanloop.learner.training import Training
 from spanloop.learner.update import hyper_of, initialise_torch
 from spanloop.pipeline.ports import Clock, Log
 from spanloop.schemas import topics
-from spanloop.schemas.errors import ConfigError, SpanloopError, TerminalError, TransientError
+from spanloop.schemas.errors import SpanloopError, TerminalError, TransientError
 from spanloop.schemas.events import BatchCommitted
 from spanloop.schemas.ids import policy_name
 from spanloop.schemas.settings import Settings, load_settings
 
-__all__ = ["Learner", "initial_policy", "main", "run", "serving_url", "workspace_lock"]
+__all__ = ["Learner", "initial_policy", "main", "run", "workspace_lock"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,12 +57,20 @@ REREAD_BATCHES = 16
 """After a start, samples of so many past batches are read again for the gate."""
 
 
-def initial_policy(settings: Settings) -> tuple[PolicyConfig, Tokenizer, PolicyNet]:
+def initial_policy(settings: Settings) -> tuple[Any, Tokenizer | None, Policy]:
     """The first policy: version 0's artifact where the workspace has one, else from settings and seed.
 
+    Returns:
+        Its shape (``model.Shape``), the embedded policy's tokenizer (None where the model brings its own), and itself.
+
     Raises:
-        ConfigError: no vocabulary, or settings ask for another shape than the workspace's policy has.
+        ConfigError: no vocabulary, no such model, or settings ask for another shape than the workspace's policy has.
     """
+    folder = settings.workspace / "policies" / policy_name(settings.gateway.policy, 0)
+    if settings.learner.model:
+        from spanloop.learner.hf_policy import initial_lora
+
+        return initial_lora(settings, folder)
     tokenizer = Tokenizer(settings.learner.vocabulary)
     config = PolicyConfig(
         vocabulary_size=tokenizer.size,
@@ -69,15 +79,13 @@ def initial_policy(settings: Settings) -> tuple[PolicyConfig, Tokenizer, PolicyN
         heads=settings.learner.heads,
         context=settings.learner.context,
     )
-    folder = settings.workspace / "policies" / policy_name(settings.gateway.policy, 0)
     if not folder.exists():
         return config, tokenizer, PolicyNet.initial(config, settings.learner.seed)
+    if read_manifest(folder).config != config:
+        raise other_policy(settings.workspace, read_manifest(folder).config, config)
     artifact = load_artifact(folder)
-    if artifact.net.config != config or artifact.tokenizer.hash != tokenizer.hash:
-        raise ConfigError(
-            f"the workspace {settings.workspace} has a policy of {artifact.net.config} and {artifact.tokenizer.size} "
-            f"tokens, settings ask for {config}: use its [learner] settings or another workspace"
-        )
+    if artifact.tokenizer is None or artifact.tokenizer.hash != tokenizer.hash:
+        raise other_policy(settings.workspace, f"{config} with other words", config)
     return config, tokenizer, artifact.net
 
 
@@ -111,6 +119,10 @@ class Learner:
             load=self.promoter.net,
             vocabulary_size=config.vocabulary_size,
             context=config.context,
+            full_vocabulary=config.full_vocabulary,
+            mismatch=(settings.learner.probe_tolerance or net.tolerance.mean)
+            if config.full_vocabulary
+            else 0.0,
         )
         self._initial = net
         self._unsaved = False
@@ -276,11 +288,6 @@ def run(learner: Learner, stop: threading.Event, *, ready: Callable[[], None]) -
             stop.wait(min(pause_s, 1.0) if not announced else pause_s)
 
 
-def serving_url(settings: Settings) -> str:
-    """Base URL of what serves the policy: the gateway's upstream, else this workspace's embedded server."""
-    return settings.gateway.upstream or f"http://{settings.serving.host}:{settings.serving.port}"
-
-
 @click.command()
 @click.option("--config", type=click.Path(path_type=Path), default=None, help="Settings (TOML).")
 def main(config: Path | None) -> None:
@@ -297,7 +304,7 @@ def main(config: Path | None) -> None:
 
 def _serve(settings: Settings) -> None:
     from spanloop.learner.registry import MlflowRegistry, tracking_uri
-    from spanloop.learner.serving.http import HttpServing
+    from spanloop.learner.serving.vllm import serving_of
     from spanloop.pipeline.clock import SystemClock
     from spanloop.pipeline.log.sqlite import SqliteLog
 
@@ -313,7 +320,7 @@ def _serve(settings: Settings) -> None:
                 settings,
                 log=log,
                 registry=MlflowRegistry(uri, settings.gateway.policy, settings.workspace),
-                serving=HttpServing(serving_url(settings)),
+                serving=serving_of(settings),
                 clock=SystemClock(),
             )
             learner.start()

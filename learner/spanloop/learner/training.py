@@ -20,7 +20,7 @@ from spanloop.learner import checkpoint as checkpoints
 from spanloop.learner.batches import Rollout, Window
 from spanloop.learner.checkpoint import BatchReport, Checkpoint, LearnerState
 from spanloop.learner.history import read_policies, read_samples
-from spanloop.learner.policy import PolicyConfig, PolicyNet
+from spanloop.learner.model import Policy, Shape
 from spanloop.learner.promotion import PromotionState, fold
 from spanloop.learner.update import Hyper, Updater, exact_numerics
 from spanloop.pipeline.ports import Log
@@ -57,7 +57,7 @@ def open_window(
     *,
     ledger: Mapping[str, int],
     batch_of: Callable[[int], int | None],
-    config: PolicyConfig,
+    config: Shape,
 ) -> Window:
     """An empty window behind ``batches`` batches."""
 
@@ -71,6 +71,7 @@ def open_window(
         max_staleness=hyper.max_staleness,
         vocabulary_size=config.vocabulary_size,
         context=config.context,
+        full_vocabulary=config.full_vocabulary,
     )
 
 
@@ -80,7 +81,7 @@ def select(
     *,
     ledger: Mapping[str, int],
     batch_of: Callable[[int], int | None],
-    config: PolicyConfig,
+    config: Shape,
 ) -> Selection:
     """Fold the samples between a committed boundary; the same for the learner, a replay and provenance."""
     hyper = hyper_of_batch(committed)
@@ -102,9 +103,9 @@ class Training:
         folder: Where checkpoints go; None: nowhere (replays, experiments).
     """
 
-    def __init__(self, config: PolicyConfig, initial: PolicyNet, folder: Path | None) -> None:
+    def __init__(self, config: Shape, initial: Policy, folder: Path | None) -> None:
         self.config = config
-        self.updater = Updater(config, initial)
+        self.updater = Updater(initial)
         self.state = LearnerState(batch=0, to_offset=-1)
         self._folder = folder
         self._window: Window | None = None
@@ -218,8 +219,8 @@ class Training:
 
 def replay(
     log: Log,
-    config: PolicyConfig,
-    initial: PolicyNet,
+    config: Shape,
+    initial: Policy,
     *,
     until: int | None = None,
     tenant: str = "default",

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spanloop.learner.arrays import Arrays, collate, minibatches, standardised, take
+from spanloop.learner.arrays import collate, minibatches, standardised, take
 from spanloop.learner.batches import Rollout, with_advantages
-from spanloop.learner.losses import LossTerms, menu_log_probs, policy_loss
-from spanloop.learner.policy import PolicyConfig, PolicyNet
+from spanloop.learner.losses import CLOSED, LossTerms, joined, policy_loss
+from spanloop.learner.model import Policy, TensorBatch, scored
 from spanloop.schemas.settings import Settings
 
 __all__ = ["Hyper", "TensorBatch", "Updater", "exact_numerics", "hyper_of", "initialise_torch"]
@@ -50,6 +50,8 @@ class Hyper(msgspec.Struct, frozen=True):
     weighting: str = "decision"
     divergence: str = "reverse"
     """Direction of the all-action divergence, forward or reverse."""
+    microbatch_tokens: int = 8192
+    """Padded tokens that go through a large model at once (``Policy.microbatched``); less needs less memory."""
     standardise: bool = True
     """Divide account advantages by their root mean square over the batch (values keep their unit)."""
 
@@ -103,43 +105,17 @@ def _smallest() -> float:
     return math.ldexp(1.0, -1074)
 
 
-class TensorBatch(msgspec.Struct, frozen=True):
-    """``Arrays`` as tensors that share their memory."""
-
-    ids_BT: Tensor
-    row_N: Tensor
-    position_N: Tensor
-    menu_NK: Tensor
-    open_NK: Tensor
-    chosen_N: Tensor
-    behaviour_N: Tensor
-    advantage_N: Tensor
-    values_NK: Tensor
-    valued_N: Tensor
-    weight_N: Tensor
-
-    @classmethod
-    def of(cls, arrays: Arrays) -> TensorBatch:
-        return cls(*(torch.from_numpy(getattr(arrays, name)) for name in cls.__struct_fields__))
-
-    def log_probs(self, net: PolicyNet, exploration: float = 0.0) -> Tensor:
-        """(N, K) log-probabilities of every decision's menu, with the floor that ``net`` is served with; the head runs on
-        decisions only."""
-        logits_NV = net.head(net.hidden(self.ids_BT)[self.row_N, self.position_N])
-        return menu_log_probs(logits_NV, self.menu_NK, self.open_NK, exploration)
-
-
 class Updater:
     """A policy with its optimiser. ``tensors``/``restore`` carry both through a checkpoint."""
 
-    def __init__(self, config: PolicyConfig, net: PolicyNet) -> None:
-        self.net = PolicyNet(config)
-        self.net.load_state_dict(net.state_dict())
-        self.names = [name for name, _ in self.net.named_parameters()]
-        self._parameters = [parameter for _, parameter in self.net.named_parameters()]
+    def __init__(self, net: Policy) -> None:
+        self.net: Any = net.twin()
+        trainable = self.net.trainable()
+        self.names = list(trainable)
+        self._parameters = list(trainable.values())
         self._moments = {
             f"adam/{name}/{kind}": torch.zeros_like(parameter)
-            for name, parameter in self.net.named_parameters()
+            for name, parameter in trainable.items()
             for kind in ("first", "second")
         }
         self.steps = 0
@@ -147,15 +123,19 @@ class Updater:
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights (``policy/``) and moments (``adam/``), copied."""
-        weights = {f"policy/{name}": t for name, t in self.net.state_dict().items()}
+        weights = {f"policy/{name}": t for name, t in self.net.tensors().items()}
         return {name: t.detach().clone() for name, t in (weights | self._moments).items()}
 
     def restore(self, tensors: Mapping[str, Tensor], *, steps: int, skipped: int) -> None:
         """Become what ``tensors`` returned."""
-        self.net.load_state_dict(
+        self.net.restore(
             {name.removeprefix("policy/"): t for name, t in tensors.items() if name.startswith("policy/")}
         )
-        self._moments = {name: t.clone() for name, t in tensors.items() if name.startswith("adam/")}
+        self._moments = {
+            f"adam/{name}/{kind}": tensors[f"adam/{name}/{kind}"].to(parameter.device, copy=True)
+            for name, parameter in zip(self.names, self._parameters, strict=True)
+            for kind in ("first", "second")
+        }
         self.steps, self.skipped = steps, skipped
 
     def train(self, rollouts: Sequence[Rollout], hyper: Hyper, batch: int) -> dict[str, float]:
@@ -164,8 +144,7 @@ class Updater:
         arrays = collate(prepared, weighting=hyper.weighting)
         if hyper.standardise:
             arrays = standardised(arrays)
-        with torch.no_grad():
-            prox_NK = TensorBatch.of(arrays).log_probs(self.net)
+        prox_NK = self._proximal(TensorBatch.of(arrays), hyper)
         temperature = hyper.temperature(batch)
         history: list[tuple[LossTerms, float]] = []
         for epoch in range(hyper.epochs):
@@ -178,12 +157,46 @@ class Updater:
                 history.extend(self._step(TensorBatch.of(few), chosen_NK, hyper, temperature))
         return _summary(history) | {"temperature": temperature, **{k: float(v) for k, v in notes.items()}}
 
+    def _parts(self, tensors: TensorBatch, hyper: Hyper) -> Iterator[tuple[TensorBatch, Tensor | None]]:
+        """What goes through the network at once; the indices of its decisions are None where that is everything."""
+        return tensors.parts(hyper.microbatch_tokens) if self.net.microbatched else iter([(tensors, None)])
+
+    @torch.no_grad()
+    def _proximal(self, tensors: TensorBatch, hyper: Hyper) -> Tensor:
+        """(N, K) log-probabilities before the update."""
+        found_NK = torch.full(tensors.menu_NK.shape, CLOSED)
+        for part, index_N in self._parts(tensors, hyper):
+            logp_NK, _ = self.net.decide(part)
+            if index_N is None:
+                return logp_NK
+            found_NK[index_N] = logp_NK
+        return found_NK
+
     def _step(
         self, tensors: TensorBatch, prox_NK: Tensor, hyper: Hyper, temperature: float
     ) -> list[tuple[LossTerms, float]]:
-        self.net.zero_grad(set_to_none=True)
-        terms = policy_loss(
-            tensors.log_probs(self.net),
+        for parameter in self._parameters:
+            parameter.grad = None
+        found: list[LossTerms] = []
+        norm = math.nan
+        for part, index_N in self._parts(tensors, hyper):
+            prox = prox_NK if index_N is None else prox_NK[index_N]
+            terms = self._loss(part, prox, hyper, temperature)
+            if not bool(torch.isfinite(terms.loss)):
+                break
+            terms.loss.backward()
+            found.append(msgspec.structs.replace(terms, loss=terms.loss.detach()))
+        else:
+            norm = self._apply(hyper)
+        if not math.isfinite(norm):
+            self.skipped += 1
+            return []
+        return [(joined(found), norm)]
+
+    def _loss(self, tensors: TensorBatch, prox_NK: Tensor, hyper: Hyper, temperature: float) -> LossTerms:
+        theta_NK, full = scored(self.net, tensors)
+        return policy_loss(
+            theta_NK,
             open_NK=tensors.open_NK,
             prox_NK=prox_NK,
             behaviour_N=tensors.behaviour_N,
@@ -197,15 +210,8 @@ class Updater:
             cap=hyper.ratio_cap,
             temperature=temperature,
             forward=hyper.divergence == "forward",
+            full=full,
         )
-        norm = math.nan
-        if bool(torch.isfinite(terms.loss)):
-            terms.loss.backward()
-            norm = self._apply(hyper)
-        if not math.isfinite(norm):
-            self.skipped += 1
-            return []
-        return [(msgspec.structs.replace(terms, loss=terms.loss.detach()), norm)]
 
     def _apply(self, hyper: Hyper) -> float:
         """One AdamW step if everything stays finite; returns the gradient norm, NaN when the step was skipped."""

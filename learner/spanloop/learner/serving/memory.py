@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from spanloop.learner.policy import Artifact, load_artifact
-from spanloop.learner.serving.batching import score_prompts
+from spanloop.learner.model import Artifact, load_artifact
 from spanloop.schemas.errors import SchemaError, StaleError
 
 __all__ = ["MemoryServing"]
@@ -39,8 +38,4 @@ class MemoryServing:
         """Log-probabilities of the prompts' tokens."""
         if name not in self._loaded:
             raise SchemaError(f"The model `{name}` does not exist.")
-        scores = score_prompts(self._loaded[name][1].net, prompts)
-        return [
-            [score_V[token] for token, score_V in zip(prompt[1:], score_TV, strict=True)]
-            for prompt, score_TV in zip(prompts, scores, strict=True)
-        ]
+        return self._loaded[name][1].net.probe(prompts)
