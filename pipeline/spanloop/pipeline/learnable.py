@@ -290,7 +290,8 @@ def _training_needs(found: Deployment, settings: Settings) -> list[Need]:
         needs.append(Need(for_, f"{without} of {found.gateway_calls} gateway calls were passed to another model",
                           f"ask for model {settings.gateway.policy!r}, the alias that spanloop trains",
                           "gateway.policy"))  # fmt: skip
-    if settings.learner.enabled and not settings.learner.vocabulary and not settings.gateway.upstream:
-        needs.append(Need(for_, "the embedded policy has no vocabulary", "list the words it may read and say",
-                          "learner.vocabulary"))  # fmt: skip
+    policy = settings.learner.vocabulary or settings.learner.model
+    if settings.learner.enabled and not policy and not settings.gateway.upstream:
+        needs.append(Need(for_, "the embedded policy has no vocabulary", "list the words it may read and say, or name "
+                          "a model of your own that vLLM serves", "learner.vocabulary or learner.model"))  # fmt: skip
     return needs

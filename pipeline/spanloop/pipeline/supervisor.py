@@ -46,14 +46,24 @@ STATUS_EVERY_S = 1.0
 
 
 def child_specs(settings: Settings, config: Path | None, without: Sequence[str]) -> list[ChildSpec]:
-    """What will run: all processes but those switched off in settings or named in ``without``; without a vocabulary
-    there is no embedded policy, so that neither learner nor serving has anything to do."""
+    """What will run: all processes but those switched off in settings or named in ``without``. Without a vocabulary or a
+    model there is no policy, so that neither learner nor serving has anything to do; a policy that servers elsewhere
+    serve needs no serving here."""
     unknown = sorted(set(without) - set(MODULES))
     if unknown:
         raise ConfigError(f"--without {','.join(unknown)}: no such process; there are {', '.join(MODULES)}")
     off = {name for name in ("gateway", "serving", "learner") if not getattr(settings, name).enabled}
-    if not settings.learner.vocabulary:
+    if not settings.learner.vocabulary and not settings.learner.model:
         off |= {"serving", "learner"}
+    if settings.learner.model:
+        elsewhere = bool(settings.gateway.upstream or settings.serving.urls)
+        if elsewhere:
+            off.add("serving")
+        elif settings.serving.engine == "embedded" and not {"serving", "learner"} <= {*off, *without}:
+            raise ConfigError(
+                f"learner.model = {settings.learner.model!r} is served by vLLM: set serving.engine = 'vllm' to start one "
+                "here, or gateway.upstream (or serving.urls) to one that runs"
+            )
     names = [name for name in MODULES if name not in off and name not in without]
     if not names:
         raise ConfigError("nothing to run: every process is switched off; leave one out of --without")
@@ -242,9 +252,10 @@ def supervise(
         )
     lock = WorkspaceLock(settings.workspace)
     try:
-        if not settings.learner.vocabulary and not {"serving", "learner"} <= set(without):
+        policy = settings.learner.vocabulary or settings.learner.model
+        if not policy and not {"serving", "learner"} <= set(without):
             say(
-                "serving and learner are left out: learner.vocabulary is empty. Spans, outcomes and credit need neither; "
+                "serving and learner are left out: learner.vocabulary and learner.model are empty. Spans, outcomes and credit need neither; "
                 "`spanloop doctor` says what training needs"
             )
         if lock.stale_pid:

@@ -28,6 +28,8 @@ PROMPT_IDS_MAX = 512
 """Distinct prompt ids that count, the last ones; a longer prompt is known by its end."""
 TOKENS_MAX = 64
 """Tokens of a response that is valued token by token."""
+SURE = -1e-3
+"""A lone option of less log-probability than this was not the only one."""
 COUNT_MAX = 4
 """Features of one kind are counted up to this many."""
 PROMPTS_MAX = 50_000
@@ -45,8 +47,13 @@ def by_token(call: ModelCall) -> bool:
 
 
 def has_menus(call: ModelCall) -> bool:
-    """Whether the options of every response token are known."""
-    return by_token(call) and len(call.menus) == len(call.response_token_ids) and all(call.menus)
+    """Whether the options of every response token are known. Where a server does not list them all (a large model over its
+    whole vocabulary), the gateway records the sampled token alone, with a probability below 1."""
+    return (
+        by_token(call)
+        and len(call.menus) == len(call.response_token_ids)
+        and all(len(menu) > 1 or (menu and menu[0].logprob >= SURE) for menu in call.menus)
+    )
 
 
 def is_forced(call: ModelCall, index: int) -> bool:
