@@ -220,6 +220,7 @@ class Gateway:
             self.metrics.observe(call.route if call else "none", status, time.perf_counter() - started)
 
     def _record(self, call: Call, status: int) -> None:
+        address, port = self.upstream.address(call)
         if status == CLIENT_GONE and not call.error:
             call.error = "client_disconnected"
         elif status >= 400 and not call.error:
@@ -241,8 +242,8 @@ class Gateway:
                 error=call.error,
                 parent=call.parent,
                 task_key=call.task_key,
-                server_address=self.upstream.address,
-                server_port=self.upstream.port,
+                server_address=address,
+                server_port=port,
                 streamed=bool(call.body.get("stream")),
             )
         )

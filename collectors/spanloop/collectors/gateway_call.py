@@ -69,6 +69,8 @@ class Call:
         """None: the answer goes back byte for byte."""
         self.sent = False
         """It went to the upstream: it will be recorded."""
+        self.upstream = ""
+        """Base URL of the server that was asked."""
         self.response: Mapping[str, Any] | None = None
         self.error = ""
 

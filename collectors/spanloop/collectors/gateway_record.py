@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from spanloop.collectors.gateway_tokens import call_tokens
+from spanloop.collectors.gateway_tokens import call_tokens, is_greedy
 from spanloop.collectors.limits import cut_span
 from spanloop.collectors.untyped import maps, number, text, the_map
 from spanloop.schemas.canonical import canonical_json
@@ -136,7 +136,7 @@ def _attributes(record: CallRecord, response: Mapping[str, Any], response_id: st
 def _token_attributes(record: CallRecord, response: Mapping[str, Any]) -> dict[str, Any]:
     if not record.policy_version or not response:
         return {}
-    tokens = call_tokens(response)
+    tokens = call_tokens(response, greedy=is_greedy(record.request))
     found: dict[str, Any] = {
         "spanloop.prompt_token_ids": list(tokens.prompt_ids),
         "spanloop.response_token_ids": list(tokens.response_ids),

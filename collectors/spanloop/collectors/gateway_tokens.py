@@ -14,10 +14,22 @@ import msgspec
 
 from spanloop.collectors.untyped import maps, number, text, the_map
 
-__all__ = ["Asked", "CallTokens", "ask_for_tokens", "call_tokens", "strip_choice", "strip_response"]
+__all__ = [
+    "Asked",
+    "CallTokens",
+    "ask_for_tokens",
+    "call_tokens",
+    "is_greedy",
+    "strip_choice",
+    "strip_response",
+]
 
 TOP_LOGPROBS = 20
-"""The most that OpenAI and vLLM give by default; a menu of more options is not recorded whole."""
+"""The most that OpenAI and vLLM give by default; a menu of more options is not recorded whole, unless the request lists them."""
+TOKEN_IDS_MAX = 128
+"""Token ids of which vLLM reports the log-probability at each position."""
+GREEDY_BELOW = 1e-5
+"""At a smaller temperature a server takes the likeliest token."""
 MASKED_BELOW = -9000.0
 """vLLM writes -9999.0 for the logarithm of zero: such an option was not open."""
 MENU_MASS = 1e-3
@@ -51,7 +63,8 @@ class CallTokens(msgspec.Struct, frozen=True):
 def ask_for_tokens(body: dict[str, Any], model: str, *, tokens: bool) -> tuple[dict[str, Any], Asked]:
     """The request for the server: another model name and, for training, token ids and log-probabilities.
 
-    A client that asks for log-probabilities itself keeps its own choice of them; then there is no menu.
+    A client that asks for log-probabilities itself keeps its own choice of them; then there is no menu. Where the request
+    names the tokens that it allows, all of these are asked for, however many they are (vLLM's ``logprob_token_ids``).
     """
     options = the_map(body.get("stream_options"))
     asked = Asked(
@@ -64,6 +77,9 @@ def ask_for_tokens(body: dict[str, Any], model: str, *, tokens: bool) -> tuple[d
         asking["return_token_ids"] = True
         if not asked.logprobs:
             asking.update(logprobs=True, top_logprobs=TOP_LOGPROBS, return_tokens_as_token_ids=True)
+            allowed = _ids(body.get("allowed_token_ids"))
+            if TOP_LOGPROBS < len(allowed) <= TOKEN_IDS_MAX and not body.get("logprob_token_ids"):
+                asking["logprob_token_ids"] = list(allowed)
     if body.get("stream"):
         asking["stream_options"] = {**options, "include_usage": True}
     return asking, asked
@@ -85,8 +101,22 @@ def strip_response(response: dict[str, Any], asked: Asked) -> None:
         strip_choice(choice, asked)
 
 
-def call_tokens(response: Mapping[str, Any]) -> CallTokens:
-    """Tokens of a complete response; parts that do not fit each other are left out and named in ``problem``."""
+def is_greedy(request: Mapping[str, Any]) -> bool:
+    """Whether the request's answer is not sampled.
+
+    >>> is_greedy({"temperature": 0}), is_greedy({})
+    (True, False)
+    """
+    temperature = number(request.get("temperature"))
+    return temperature is not None and temperature < GREEDY_BELOW
+
+
+def call_tokens(response: Mapping[str, Any], *, greedy: bool = False) -> CallTokens:
+    """Tokens of a complete response; parts that do not fit each other are left out and named in ``problem``.
+
+    ``greedy``: the likeliest tokens were taken, so that each had probability 1, whatever the server reports (vLLM: the
+    distribution that it did not sample from).
+    """
     choices = maps(response.get("choices"))
     if len(choices) != 1:
         return CallTokens(problem=f"{len(choices)} choices")
@@ -105,6 +135,9 @@ def call_tokens(response: Mapping[str, Any]) -> CallTokens:
     logprobs = tuple(float(value) for value in found if value is not None and math.isfinite(value))
     if len(logprobs) != len(found):
         return CallTokens(prompt_ids, response_ids, problem="a log-probability is not finite")
+    if greedy:
+        menus = tuple(((token_id, 0.0),) for token_id in response_ids)
+        return CallTokens(prompt_ids, response_ids, (0.0,) * len(response_ids), menus)
     menus = tuple(
         _menu(token_id, logprob, maps(entry.get("top_logprobs")))
         for token_id, logprob, entry in zip(response_ids, logprobs, entries, strict=True)

@@ -1,12 +1,14 @@
 """The gateway's side towards the upstream: asking it, and relaying whole and streamed answers to the client.
 
-Invariants: an answer that the gateway did not change goes back byte for byte; an upstream's error keeps its status and
+With several servers (``serving.urls``) a conversation stays with one of them, so that its prefix stays in that server's cache; a
+server that cannot be reached is passed over. Invariants: an answer that the gateway did not change goes back byte for byte; an upstream's error keeps its status and
 body; the record keeps the tokens that the client's copy does not show.
 """
 
 from __future__ import annotations
 
 import logging
+import zlib
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,7 +21,7 @@ from spanloop.collectors.gateway_stream import ChunkFolder, SseSplitter, event_d
 from spanloop.collectors.gateway_tokens import Asked, strip_response
 from spanloop.schemas.settings import Settings
 
-__all__ = ["Upstream", "upstream_url"]
+__all__ = ["Upstream", "upstream_urls"]
 
 _log = logging.getLogger(__name__)
 _decode = msgspec.json.Decoder().decode
@@ -32,28 +34,37 @@ _FORWARDED = ("accept", "openai-organization", "openai-project", "x-request-id",
 _RETURNED = ("retry-after", "x-request-id", "openai-processing-ms", "openai-version")
 
 
-def upstream_url(settings: Settings) -> str:
-    """Base URL of the upstream, ending in /v1."""
+def upstream_urls(settings: Settings) -> tuple[str, ...]:
+    """Base URLs of the servers to ask, each ending in /v1: ``gateway.upstream``, else ``serving.urls``, else our own."""
     if settings.gateway.upstream:
-        return settings.gateway.upstream.rstrip("/")
+        return (settings.gateway.upstream.rstrip("/"),)
+    if settings.serving.engine == "vllm" and settings.serving.urls:
+        return tuple(url.rstrip("/").removesuffix("/v1") + "/v1" for url in settings.serving.urls)
     host = settings.serving.host
-    return f"http://{f'[{host}]' if ':' in host else host}:{settings.serving.port}/v1"
+    return (f"http://{f'[{host}]' if ':' in host else host}:{settings.serving.port}/v1",)
 
 
 class Upstream:
-    """A pool of connections to one OpenAI-compatible server. Make it inside the running loop."""
+    """A pool of connections to OpenAI-compatible servers that answer alike. Make it inside the running loop."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.url = upstream_url(settings)
-        split = urlsplit(self.url)
-        self.address = split.hostname or ""
-        self.port = split.port or (443 if split.scheme == "https" else 80)
+        self._urls = upstream_urls(settings)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=CONNECTIONS_MAX, keepalive_timeout=30.0),
             timeout=aiohttp.ClientTimeout(total=settings.gateway.timeout_s, connect=CONNECT_S),
             skip_auto_headers=("User-Agent", "Accept-Encoding"),
         )
+
+    def address(self, call: Call) -> tuple[str, int]:
+        """Host and port of the server that a call went to."""
+        split = urlsplit(call.upstream or self._urls[0])
+        return split.hostname or "", split.port or (443 if split.scheme == "https" else 80)
+
+    def _order(self, call: Call) -> tuple[str, ...]:
+        """The servers, the conversation's own first."""
+        first = zlib.crc32(call.key.value.encode("utf-8", "replace")) % len(self._urls)
+        return self._urls[first:] + self._urls[:first]
 
     async def close(self) -> None:
         """Close the connections."""
@@ -62,7 +73,7 @@ class Upstream:
     async def models(self, request: web.Request) -> list[Any]:
         """Models that the upstream lists; empty when it cannot be asked."""
         try:
-            async with self._session.get(self.url + "/models", headers=self._headers(request)) as answer:
+            async with self._session.get(self._urls[0] + "/models", headers=self._headers(request)) as answer:
                 listed = _decode(await answer.read()) if answer.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, *_MALFORMED) as exc:
             _log.warning("the upstream's models cannot be listed: %s", exc)
@@ -82,20 +93,32 @@ class Upstream:
             seconds = self._settings.gateway.timeout_s
             raise GatewayError(
                 504,
-                f"the upstream {self.url} gave no answer in {seconds:g} s (gateway.timeout_s)",
+                f"the upstream {call.upstream} gave no answer in {seconds:g} s (gateway.timeout_s)",
                 kind="timeout",
                 code="upstream_timeout",
             ) from exc
         except aiohttp.ClientError as exc:
             raise GatewayError(
                 502,
-                f"the upstream {self.url} cannot be reached: {exc}. Is it running (gateway.upstream, serving.port)?",
+                f"the upstream {call.upstream} cannot be reached: {exc}. Is it running (gateway.upstream, serving.urls, "
+                "serving.port)?",
                 kind="bad_gateway",
                 code="upstream_unreachable",
             ) from exc
 
     async def _ask(self, request: web.Request, call: Call) -> aiohttp.ClientResponse:
-        url, headers = self.url + "/chat/completions", self._headers(request)
+        for number, base in enumerate(self._order(call), 1):
+            call.upstream = base
+            try:
+                return await self._ask_one(base + "/chat/completions", request, call)
+            except aiohttp.ClientConnectorError:
+                if number == len(self._urls):
+                    raise
+                _log.warning("%s cannot be reached; asking the next server", base)
+        raise AssertionError("there is at least one upstream")
+
+    async def _ask_one(self, url: str, request: web.Request, call: Call) -> aiohttp.ClientResponse:
+        headers = self._headers(request)
         try:
             return await self._session.post(url, data=call.data, headers=headers)
         except aiohttp.ServerDisconnectedError:  # an idle connection that the server had closed: once more
