@@ -125,6 +125,11 @@ class Child:
         """Set when it is ready for the first time, or given up."""
 
     @property
+    def command(self) -> tuple[str, ...]:
+        """What it runs."""
+        return self._spec.command
+
+    @property
     def pid(self) -> int:
         """Process id while it runs, else 0."""
         return self._process.pid if self._process and self._process.returncode is None else 0

@@ -37,9 +37,13 @@ MODULES = {
     "learner": "spanloop.learner.trainer",
 }
 """Children in the order of their start."""
+VLLM = "spanloop.learner.serving.vllm_server"
+"""What serves instead where ``serving.engine`` is vllm."""
 STOP_ORDER = ("gateway", "collector", "pipeline", "learner", "serving")
 READY_S = 180.0
-"""How long the first start of all children may take."""
+"""How long the first start of all children may take ..."""
+READY_VLLM_S = 900.0
+"""... and where vLLM loads a model, which may be large."""
 ORPHAN_S = 10.0
 """How long children of a killed supervisor get to end before the workspace is refused."""
 STATUS_EVERY_S = 1.0
@@ -67,7 +71,8 @@ def child_specs(settings: Settings, config: Path | None, without: Sequence[str])
     names = [name for name in MODULES if name not in off and name not in without]
     if not names:
         raise ConfigError("nothing to run: every process is switched off; leave one out of --without")
-    return [ChildSpec(name, python_command(MODULES[name], config)) for name in names]
+    modules = MODULES | ({"serving": VLLM} if settings.serving.engine == "vllm" else {})
+    return [ChildSpec(name, python_command(modules[name], config)) for name in names]
 
 
 def _environment(settings: Settings, ports: dict[str, int]) -> dict[str, str]:
@@ -168,7 +173,8 @@ class Supervisor:
             self._publish()
 
     async def _until_ready(self) -> int:
-        deadline = time.monotonic() + READY_S
+        patience_s = READY_VLLM_S if any(VLLM in child.command for child in self.children) else READY_S
+        deadline = time.monotonic() + patience_s
         while not self._stop.is_set():
             failed = [child for child in self.children if child.state == "failed"]
             late = [child.name for child in self.children if not child.settled.is_set()]
@@ -177,7 +183,9 @@ class Supervisor:
             if not late:
                 return 0
             if time.monotonic() > deadline:
-                self._say(f"{', '.join(late)} not ready after {READY_S:.0f} s; the lines above may say why")
+                self._say(
+                    f"{', '.join(late)} not ready after {patience_s:.0f} s; the lines above may say why"
+                )
                 return 1
             await asyncio.sleep(0.02)
         return 0
@@ -203,6 +211,11 @@ class Supervisor:
         self._publish()
 
 
+def _modules(name: str) -> tuple[str, ...]:
+    """What a process of that name may run."""
+    return (MODULES.get(name, "spanloop"), *((VLLM,) if name == "serving" else ()))
+
+
 def _wait_for_orphans(workspace: Path, say: Callable[[str], None]) -> None:
     """Children that a killed supervisor left behind flush and end by themselves; refuse while one lives."""
     deadline = time.monotonic() + ORPHAN_S
@@ -211,7 +224,7 @@ def _wait_for_orphans(workspace: Path, say: Callable[[str], None]) -> None:
         left = {
             name: pid
             for name, pid in read_run(workspace).get("pids", {}).items()
-            if MODULES.get(name, "spanloop") in process_name(int(pid))
+            if any(module in process_name(int(pid)) for module in _modules(name))
         }
         if not left:
             return
