@@ -263,5 +263,5 @@ def test_value_models_do_not_depend_on_batching_or_crashes(seeds: list[int], cut
     one = run(value_stage(), [items])
     parts = batches(items, cuts)
     two = run(value_stage(), parts, fresh=value_stage, crash=crash)
-    assert [m.version for m in one] == [f"value@v{n}" for n in range(1, len(seeds) // 2 + 1)]
+    assert [m.version.split("-")[0] for m in one] == [f"value@v{n}" for n in range(1, len(seeds) // 2 + 1)]
     assert [content_hash(m) for m in one] == [content_hash(m) for m in two]

@@ -25,7 +25,7 @@ from spanloop.schemas.events import (
 )
 from spanloop.schemas.orchestration import OrchestrationContent
 
-__all__ = ["Held", "Store"]
+__all__ = ["Held", "Store", "expired"]
 
 FEEDBACK_MAX = 256
 """Feedbacks kept on one target; those with the smallest (observed_ns, feedback_id) go first."""
@@ -390,7 +390,7 @@ class Store:
             if since > limit and len(self._unclaimed) <= TARGETS_MAX:
                 break
             del self._unclaimed[target]
-            letters += [_expired(item) for item in self._items(target)]
+            letters += [expired(item) for item in self._items(target)]
             self._drop_feedback(target)
         return letters
 
@@ -408,7 +408,8 @@ class Store:
             self._writes[f"feedback/{target}"] = None
 
 
-def _expired(item: FeedbackReceived) -> DeadLettered:
+def expired(item: FeedbackReceived) -> DeadLettered:
+    """The dead letter of feedback whose target never came."""
     raw = encode(item)
     return DeadLettered(
         tenant=item.tenant,

@@ -100,10 +100,15 @@ def new_record(event: Event, partition: int | None = None) -> NewRecord:
 
 def output_records(stage: Stage, events: Sequence[Event]) -> list[NewRecord]:
     """Records of a stage's outputs: what it derives goes to its own partition, where it has one."""
-    own = getattr(stage, "output_partition", None)
-    if own is None:
-        return [new_record(event) for event in events]
-    return [new_record(event, own if event.TOPIC in _OWNED else None) for event in events]
+    own: int | None = getattr(stage, "output_partition", None)
+    return [new_record(event, _partition(event, own)) for event in events]
+
+
+def _partition(event: Event, own: int | None) -> int | None:
+    if own is not None and event.TOPIC in _OWNED:
+        return own
+    wanted: int = getattr(event, "partition", -1)
+    return wanted if wanted >= 0 else None
 
 
 class Log(Protocol):

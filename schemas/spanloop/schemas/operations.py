@@ -121,6 +121,8 @@ class FeedbackClaimed(Message, frozen=True, omit_defaults=True, tag="feedback_cl
 
     feedback_id: str
     to: str
+    partition: int = -1
+    """Of the responsible receiver."""
 
     @property
     def key(self) -> str:

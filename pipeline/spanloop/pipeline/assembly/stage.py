@@ -28,7 +28,7 @@ from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.events import DeadLettered, OrchestrationRevised, SpansReceived, decode
 from spanloop.schemas.spans import Span
 
-__all__ = ["AssemblySettings", "AssemblyStage"]
+__all__ = ["AssemblySettings", "AssemblyStage", "refused_record", "refused_span"]
 
 _S = 1_000_000_000
 _TOMBSTONE_LIFE = 30
@@ -188,7 +188,7 @@ class AssemblyStage:
             try:
                 event = decode(record.value)
             except SchemaError as exc:
-                output.events.append(_refused(record.key.partition("/")[0], exc.message, record.value))
+                output.events.append(refused_record(record, exc.message))
                 continue
             if isinstance(event, SpansReceived):
                 self._take(event, record.value, touched, output)
@@ -223,7 +223,7 @@ class AssemblyStage:
                 operation = operation_of(span, event.source)
                 encoded = encode_operation(operation)
             except Exception as exc:
-                output.events.append(_refused_span(event.tenant, span, exc))
+                output.events.append(refused_span(event.tenant, span, exc))
                 continue
             if self.joiner.add(event.tenant, operation, encoded) is not None:
                 touched[(event.tenant, operation.trace_id)] = None
@@ -339,7 +339,13 @@ def _refused(tenant: str, reason: str, raw: bytes, **details: Any) -> DeadLetter
     )  # fmt: skip
 
 
-def _refused_span(tenant: str, span: Span, problem: Exception) -> DeadLettered:
+def refused_record(record: LogRecord, reason: str) -> DeadLettered:
+    """The dead letter of a record of spans that cannot be read."""
+    return _refused(record.key.partition("/")[0], reason, record.value)
+
+
+def refused_span(tenant: str, span: Span, problem: Exception) -> DeadLettered:
+    """The dead letter of one span that no dialect can read."""
     raw = msgspec.json.encode(span)
     reason = f"a span cannot be read: {type(problem).__name__}"
     return _refused(tenant, reason, raw, trace_id=span.trace_id, span_id=span.span_id)

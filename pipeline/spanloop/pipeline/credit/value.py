@@ -23,6 +23,7 @@ from spanloop.pipeline.credit.value_training import Example, ValueTrainer
 from spanloop.pipeline.ports import LogRecord, StageOutput
 from spanloop.pipeline.samples import is_holdout
 from spanloop.schemas import topics
+from spanloop.schemas.canonical import content_hash
 from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.events import (
     DeadLettered,
@@ -31,6 +32,7 @@ from spanloop.schemas.events import (
     ValueModelPublished,
     decode,
 )
+from spanloop.schemas.operations import LessonReady
 
 if TYPE_CHECKING:
     from spanloop.schemas.settings import Pipeline
@@ -84,12 +86,17 @@ class _Tenant:
 
 
 class ValueStage:
-    """``Stage`` that publishes value models; see the module."""
+    """``Stage`` that publishes value models; see the module.
+
+    Args:
+        settings: of the pipeline.
+        lessons: sources of ``LessonReady`` in the partitioned runtime; empty: orchestrations and rewards themselves.
+    """
 
     name = "value"
-    topics = (topics.ORCHESTRATIONS, topics.REWARDS)
 
-    def __init__(self, settings: Pipeline) -> None:
+    def __init__(self, settings: Pipeline, *, lessons: tuple[str, ...] = ()) -> None:
+        self.topics: tuple[str, ...] = lessons or (topics.ORCHESTRATIONS, topics.REWARDS)
         self._settings = settings
         self._encoder = Encoder(settings.value_units, settings.value_words)
         self._tenants: dict[str, _Tenant] = {}
@@ -130,6 +137,10 @@ class ValueStage:
                 self._on_orchestration(event)
             elif isinstance(event, RewardsComputed):
                 events += self._on_rewards(event)
+            elif isinstance(event, LessonReady):
+                if event.orchestration is not None:
+                    self._on_orchestration(event.orchestration)
+                events += self._on_rewards(event.rewards)
         writes, self._writes = self._writes, {}
         return StageOutput(events=events, writes=writes)
 
@@ -215,14 +226,15 @@ class ValueStage:
         tenant.counters.new = 0
         tenant.trainer.update([item for _, item in sorted(tenant.memory.items())])
         self._writes[f"trainer/{name}"] = _pack(tenant.trainer.to_dict())
-        version = f"value@v{tenant.trainer.updates}"
         model = tenant.trainer.model
+        parameters = model.to_dict()
+        version = f"value@v{tenant.trainer.updates}-{content_hash(parameters)[:8]}"
         return [
             ValueModelPublished(
                 tenant=name,
                 version=version,
                 kind=model.kind,
                 trained_on=tenant.counters.total,
-                parameters=model.to_dict(),
+                parameters=parameters,
             )
         ]
