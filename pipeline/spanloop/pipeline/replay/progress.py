@@ -1,0 +1,24 @@
+"""How far the workers of a replay are: three numbers that all of them count up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["advance", "attach"]
+
+_counters: Any = None
+
+
+def attach(counters: Any) -> None:
+    """Count here from now on: a ``multiprocessing.Array`` of (steps, spans, orchestrations), or None."""
+    global _counters  # noqa: PLW0603 - one for each process
+    _counters = counters
+
+
+def advance(steps: int, spans: int = 0, orchestrations: int = 0) -> None:
+    """So much more is done. What a step is depends on the pass: a record, or a span."""
+    if _counters is not None:
+        with _counters.get_lock():
+            _counters[0] += steps
+            _counters[1] += spans
+            _counters[2] += orchestrations
