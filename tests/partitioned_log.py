@@ -14,6 +14,9 @@ from spanloop.schemas.settings import Pipeline
 
 __all__ = ["PartitionedLog", "Partitions"]
 
+CRASHES_MAX = 8
+"""A world whose workers lose half of their work at every seventh step never gets anywhere."""
+
 
 class PartitionedLog:
     """At-least-once: nothing is deduplicated."""
@@ -125,7 +128,7 @@ class Partitions:
         if self.random.random() < 0.2:
             ends = {s: len(r) for s, r in self.log.records.items()}
             worker.snapshots.append((dict(worker.offsets), dict(worker.entries), ends))
-        if self.random.random() < self.crash:
+        if self.num_crashes < CRASHES_MAX and self.random.random() < self.crash:
             self._restart(worker)
         return True
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import msgspec
@@ -10,7 +9,7 @@ import pytest
 from forests import forests, seeds
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made_spans import hex16, hex32
+from made_spans import SHARED, hex16, hex32
 from partitioned_log import Partitions
 
 from spanloop.pipeline.clock import ManualClock
@@ -22,6 +21,7 @@ from spanloop.pipeline.runtimes.process import build_stages
 from spanloop.pipeline.state.memory import MemoryState
 from spanloop.schemas import topics
 from spanloop.schemas.canonical import content_hash
+from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.events import (
     CreditAssigned,
     FeedbackReceived,
@@ -33,11 +33,12 @@ from spanloop.schemas.events import (
 )
 from spanloop.schemas.ids import orchestration_id
 from spanloop.schemas.settings import load_settings
+from spanloop.schemas.spans import Span, SpanLink
 
 PIPELINE = load_settings(
     None, {"pipeline": {"value_every": 10_000, "quiet_s": 1.0, "timeout_s": 50.0}}
 ).pipeline
-LAW = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+LAW = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 partition_counts = st.sampled_from([1, 2, 3, 7])
 
 
@@ -153,14 +154,17 @@ def test_a_revision_has_one_content_and_samples_are_built_once(spans, partitions
             assert known == record.value
 
 
-def test_the_simulator_crashes_and_moves():
-    """The laws above are worth something only if their worlds are disturbed."""
-    rng = random.Random(5)
+def test_the_simulator_disturbs_its_worlds():
+    """The laws above are worth something only if workers crash and orchestrations move between partitions."""
     spans = [span for batch in read_spans(DESK) for span in batch.spans]
-    world = _partitioned(_sources(spans), 3, rng.randrange(9), repeat=0.2, crash=0.1)
+    links = (SpanLink(hex32(1), hex16(1)),)
+    spans.append(
+        Span(hex32(2), hex16(2), "x", 1, 2, attributes={"gen_ai.operation.name": "chat"}, links=links)
+    )
+    world = _partitioned(_sources(spans), 3, 5, repeat=0.2, crash=0.1)
     assert world.num_crashes > 3
     kinds = {type(decode(r.value)).__name__ for r in world.log.all(topics.OPERATIONS)}
-    assert "OperationsRead" in kinds
+    assert {"OperationsRead", "TracesJoined", "OperationsMoved", "OrchestrationPlaced"} <= kinds
 
 
 DESK = Path(__file__).resolve().parents[1] / "golden/assembly/desk.otlp.jsonl"
@@ -171,9 +175,23 @@ DESK = Path(__file__).resolve().parents[1] / "golden/assembly/desk.otlp.jsonl"
 def test_recordings(path, partitions):
     batches = list(read_spans(path))
     events = [
-        SpansReceived(trace_id=s.trace_id, spans=(s,), source=b.source) for b in batches for s in b.spans
+        SpansReceived(trace_id=s.trace_id, spans=(s,), source="import") for b in batches for s in b.spans
     ]
     events.append(
         FeedbackReceived(feedback_id="f", target_kind="trace", target_id=events[0].trace_id, value=0.5)
     )
     assert _content(_partitioned(events, partitions, 3, repeat=0.1).log.all) == _embedded(events)
+
+
+@pytest.mark.skipif(not (SHARED / "corpora").is_dir(), reason="the corpora are not beside this checkout")
+@pytest.mark.parametrize("folder", ["live-autogen", "live-google-adk", "live-pydantic-ai", "live-langgraph"])
+def test_recorded_systems(folder):
+    """Real runs, the AutoGen one of 26 traces among them."""
+    for path in sorted((SHARED / "corpora" / folder).rglob("*.jsonl"))[:6]:
+        try:
+            batches = list(read_spans(path))
+        except SchemaError:
+            continue
+        events = _sources([span for batch in batches for span in batch.spans])
+        if 0 < len(events) <= 400:
+            assert _content(_partitioned(events, 3, 1, repeat=0.05).log.all) == _embedded(events)

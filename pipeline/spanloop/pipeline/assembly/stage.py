@@ -129,6 +129,7 @@ class AssemblyStage:
         self._num_kept = 0
         self._forgotten: dict[tuple[str, str], _Tombstone] = {}
         self._floors: dict[tuple[str, str], dict[str, Emitted]] = {}
+        self._first_of: dict[tuple[str, str], str] = {}
 
     # ------------------------------------------------------------ state
 
@@ -255,22 +256,23 @@ class AssemblyStage:
         return component
 
     def observe(self, event: OrchestrationRevised) -> None:
-        """Take note of a revision that this stage published before it was restored: its numbers go on behind it."""
-        seen = Emitted(event.revision, event.content_hash, event.complete, event.merged_into)
-        traces = event.content.trace_ids if event.content is not None else ()
-        for trace_id in traces:
-            self._floor(event.tenant, trace_id, event.orchestration_id, seen)
-        if not traces:
-            for (tenant, trace_id), floors in list(self._floors.items()):
-                if tenant == event.tenant and event.orchestration_id in floors:
-                    self._floor(tenant, trace_id, event.orchestration_id, seen)
+        """Take note of a revision that this stage published before it was restored: its numbers go on behind it.
 
-    def _floor(self, tenant: str, trace_id: str, orchestration_id: str, seen: Emitted) -> None:
-        floors = self._floors.setdefault((tenant, trace_id), {})
-        known = floors.get(orchestration_id)
-        if known is None or known.revision < seen.revision:
-            floors[orchestration_id] = seen
-        component = self.joiner.of_trace.get((tenant, trace_id))
+        An id belongs to its smallest trace: a component that has not got that one (again) knows nothing of the id.
+        """
+        name = (event.tenant, event.orchestration_id)
+        if event.content is not None:
+            self._first_of[name] = min(event.content.trace_ids)
+        first = self._first_of.get(name)
+        if first is None:
+            return
+        floors = self._floors.setdefault((event.tenant, first), {})
+        known = floors.get(event.orchestration_id)
+        if known is None or known.revision < event.revision:
+            floors[event.orchestration_id] = Emitted(
+                event.revision, event.content_hash, event.complete, event.merged_into
+            )
+        component = self.joiner.of_trace.get((event.tenant, first))
         if component is not None and component.traces:
             self._raise_to_floor(component)
 
@@ -278,7 +280,7 @@ class AssemblyStage:
         if not self._floors:
             return
         for trace_id in component.traces:
-            for name, seen in self._floors.pop((component.tenant, trace_id), {}).items():
+            for name, seen in self._floors.get((component.tenant, trace_id), {}).items():
                 known = component.emitted.get(name)
                 if known is None or known.revision < seen.revision:
                     component.emitted[name] = Emitted(
