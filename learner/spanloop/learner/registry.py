@@ -81,7 +81,7 @@ def tracking_uri(setting: str, workspace: Path) -> str:
 
 
 class MlflowRegistry:
-    """The Registry over an MLflow tracking store.
+    """The Registry over an MLflow tracking store: sqlite, or a server by http(s).
 
     Args:
         uri: Tracking and registry URI.
@@ -215,6 +215,8 @@ class MlflowRegistry:
         except ModuleNotFoundError:
             raise
         except Exception as exc:  # MLflow raises its own, SQLAlchemy's, requests' and OSError
+            if getattr(exc, "error_code", "") == "RESOURCE_DOES_NOT_EXIST":
+                self._opened = None  # the store was replaced or cleaned up: the next try begins a new run
             first = _CREDENTIALS.sub("://", next(iter(str(exc).strip().splitlines()), ""))
             raise TransientError(
                 f"cannot {doing}: MLflow at {self._shown} answers {type(exc).__name__}: {first[:200]}; training waits and tries again. Check learner.tracking_uri or "
