@@ -212,7 +212,8 @@ def describe() -> list[dict[str, Any]]:
             connection.register(f"t_{name}", table.schema.empty_table())
         found = []
         for view in VIEWS.values():
-            rows = connection.execute(f"DESCRIBE {view.sql}").fetchall()
+            connection.execute(f"CREATE TEMP VIEW {view.name} AS {view.sql}")
+            rows = connection.execute(f"DESCRIBE {view.name}").fetchall()
             columns = {row[0]: row[1] for row in rows}
             found.append(
                 {"view": view.name, "meaning": view.meaning, "columns": columns, "example": view.example}
