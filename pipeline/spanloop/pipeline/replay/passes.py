@@ -58,6 +58,7 @@ NAMED = np.dtype(
     [("key", "S16"), ("node", "S16"), ("appended", "<i8"), ("partition", "<i4"), ("offset", "<i8")]
 )
 _ATTEMPTS = 5
+_TELL_RECORDS = 256
 
 
 class Step(msgspec.Struct):
@@ -197,6 +198,7 @@ def spans(work: Path, number: int) -> None:
         pieces: list[Piece] = []
         links: list[tuple[bytes, bytes]] = []
         named: list[tuple[bytes, bytes, int, int, int]] = []
+        told = 0
         for at, value in found:
             read = read_spans(value, at, wanted)
             step.counts.span_records += 1
@@ -207,7 +209,9 @@ def spans(work: Path, number: int) -> None:
                 pieces += read.pieces
                 links += [(read.node, other) for other in read.linked]
                 named += [(key, read.node, at.appended_ns, at.partition, at.offset) for key in read.named]
-            progress.advance(1, read.spans)
+            if step.counts.span_records % _TELL_RECORDS == 0:
+                progress.advance(_TELL_RECORDS, step.counts.spans - told)
+                told = step.counts.spans
         step.counts.bad = len(step.bad)
         spill.save(work / f"spans-{number}.arrow")
         packed = pack_pieces(pieces)
