@@ -12,6 +12,7 @@ published, it is kept for ``retention_s`` and at most ``orchestrations_max`` tog
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import heapq
 from collections.abc import Iterable, Mapping
@@ -31,6 +32,8 @@ from spanloop.schemas.spans import Span
 __all__ = ["AssemblySettings", "AssemblyStage", "refused_record", "refused_span"]
 
 _S = 1_000_000_000
+_DATA_MAX = 64 * 1024
+"""Bytes of an unreadable record that its dead letter keeps; the rest stays on the log, at the offset named."""
 _TOMBSTONE_LIFE = 30
 """A forgotten trace is remembered as such for so many retentions."""
 
@@ -275,6 +278,10 @@ class AssemblyStage:
         component = self.joiner.of_trace.get((event.tenant, first))
         if component is not None and component.traces:
             self._raise_to_floor(component)
+            if component.closed:  # somebody else published it meanwhile: look again whether that was right
+                self._num_kept -= 1
+                component.closed, component.deadline_ns = False, 0
+                self._open.push(component)
 
     def _raise_to_floor(self, component: Component) -> None:
         if not self._floors:
@@ -343,7 +350,20 @@ def _refused(tenant: str, reason: str, raw: bytes, **details: Any) -> DeadLetter
 
 def refused_record(record: LogRecord, reason: str) -> DeadLettered:
     """The dead letter of a record of spans that cannot be read."""
-    return _refused(record.key.partition("/")[0], reason, record.value)
+    return DeadLettered(
+        tenant=record.key.partition("/")[0] or "default",
+        source="assembly",
+        reason=reason,
+        sha256=hashlib.sha256(record.value).hexdigest(),
+        size=len(record.value),
+        data=base64.b64encode(record.value[:_DATA_MAX]).decode(),
+        details={
+            "topic": record.topic,
+            "partition": record.partition,
+            "offset": record.offset,
+            "event_id": record.event_id,
+        },
+    )
 
 
 def refused_span(tenant: str, span: Span, problem: Exception) -> DeadLettered:

@@ -11,11 +11,9 @@ A shell: it reads, tells the time, folds, commits, waits. Invariants:
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -30,8 +28,8 @@ from spanloop.pipeline.ports import (
     StateStore,
     output_records,
 )
-from spanloop.schemas.errors import SchemaError, SpanloopError, TerminalError, TransientError
-from spanloop.schemas.events import DeadLettered
+from spanloop.pipeline.runtimes.folding import fold, is_cornered, where
+from spanloop.schemas.errors import SpanloopError, TerminalError, TransientError
 
 __all__ = ["EmbeddedRuntime", "StageMetrics", "run_to_end"]
 
@@ -161,29 +159,11 @@ class EmbeddedRuntime:
 
     def _fold(self, runner: _Runner, records: list[LogRecord], now_ns: int) -> None:
         """Process and commit; a record on which the stage raises is cornered and dead-lettered."""
-        try:
-            output = runner.stage.process(records, now_ns)
+        for part, output in fold(runner.stage, records, now_ns, lambda: self._restore(runner)):
             outputs = output_records(runner.stage, output.events)
-        except (TransientError, TerminalError):
-            raise
-        except Exception as exc:
-            self._restore(runner)
-            if len(records) > 1:
-                middle = len(records) // 2
-                self._fold(runner, records[:middle], now_ns)
-                self._fold(runner, records[middle:], now_ns)
-                return
-            _log.warning(
-                "dead-lettered a record on which %s raised %s at %s",
-                runner.stage.name, type(exc).__name__, _where(exc),
-                extra={"topic": records[0].topic, "offset": records[0].offset},
-            )  # fmt: skip
-            runner.metrics.dead_letters += 1
-            output = StageOutput(events=[_dead_letter(runner.stage.name, records[0], exc)])
-            outputs = output_records(runner.stage, output.events)
-        offsets = {record.source: record.offset for record in records}
-        self._commit(runner, output, outputs, offsets)
-        runner.metrics.records += len(records)
+            runner.metrics.dead_letters += sum(map(is_cornered, output.events))
+            self._commit(runner, output, outputs, {record.source: record.offset for record in part})
+            runner.metrics.records += len(part)
 
     def _tick(self, runner: _Runner, now_ns: int) -> int:
         try:
@@ -193,7 +173,7 @@ class EmbeddedRuntime:
             raise
         except Exception as exc:
             raise TerminalError(
-                f"stage {runner.stage.name} raised {type(exc).__name__} at {_where(exc)} while firing timers, and no "
+                f"stage {runner.stage.name} raised {type(exc).__name__} at {where(exc)} while firing timers, and no "
                 "record can be set aside for that: please report this bug with the lines above"
             ) from exc
         if output.events or output.writes:
@@ -230,29 +210,6 @@ class EmbeddedRuntime:
 def _due(stage: Stage, now_ns: int) -> bool:
     timer = stage.next_timer_ns()
     return timer is not None and timer <= now_ns
-
-
-def _where(exc: BaseException) -> str:
-    """File, line and function that raised. The message stays out: it may quote content."""
-    trace = exc.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return "unknown"
-    code = trace.tb_frame.f_code
-    return f"{Path(code.co_filename).name}:{trace.tb_lineno} {code.co_name}"
-
-
-def _dead_letter(stage: str, record: LogRecord, exc: Exception) -> DeadLettered:
-    reason = exc.message if isinstance(exc, SchemaError) else f"{type(exc).__name__} at {_where(exc)}"
-    return DeadLettered(
-        tenant=record.key.partition("/")[0] or "default",
-        source=f"stage:{stage}",
-        reason=reason[:500],
-        sha256=hashlib.sha256(record.value).hexdigest(),
-        size=len(record.value),
-        details={"topic": record.topic, "offset": record.offset, "event_id": record.event_id},
-    )
 
 
 def run_to_end(
