@@ -21,7 +21,7 @@ from spanloop.pipeline.log.kafka import KafkaLog
 from spanloop.pipeline.ports import LogRecord, source_of
 from spanloop.pipeline.runtimes.workers import DELIVERED, Workers
 from spanloop.schemas.canonical import bytes_hash
-from spanloop.schemas.errors import TransientError
+from spanloop.schemas.errors import TerminalError, TransientError
 from spanloop.schemas.settings import Settings
 
 __all__ = ["run_faust"]
@@ -200,6 +200,8 @@ async def _serve(
         await engine.call(workers.close)
     if engine.failure is not None:
         raise engine.failure
+    if app.crashed:
+        raise TerminalError(f"Faust gave up: {app.crash_reason!r}; the lines above say where. Start the worker again")
 
 
 def run_faust(
