@@ -25,6 +25,7 @@ _SUMMARY = {
     "policies": "List versions, promotions and routing; roll back.",
     "feedback": "Send an outcome for an orchestration, trace, span or response.",
     "verify": "Prove that the log replays to the same orchestrations, rewards and credit.",
+    "deadletters": "List what was refused, show it, send it again after a fix.",
     "config": "Show settings with where each comes from.",
     "doctor": "Say what can be learned here, what is missing and which setting adds it.",
 }
