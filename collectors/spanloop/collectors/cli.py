@@ -58,7 +58,7 @@ def import_(
     from spanloop.collectors.batches import Intake
     from spanloop.collectors.importers.otlp_files import Imported, import_files, span_files
     from spanloop.collectors.redaction import Redactor, workspace_key
-    from spanloop.pipeline.log.sqlite import SqliteLog
+    from spanloop.pipeline.log.open import open_log
 
     settings = _settings(config, workspace, tenant)
     files = span_files(list(paths))
@@ -73,7 +73,7 @@ def import_(
             last = time.monotonic()
             click.echo(f"{path}: {so_far.spans} spans so far", err=True)
 
-    log = SqliteLog(settings.database)
+    log = open_log(settings)
     try:
         found = import_files(
             files,
@@ -144,7 +144,7 @@ def feedback(  # noqa: PLR0917 - one argument an option
 def _append(settings: Settings, item: dict[str, Any]) -> dict[str, Any]:
     from spanloop.collectors.feedback import parse_feedback
     from spanloop.collectors.redaction import Redactor, workspace_key
-    from spanloop.pipeline.log.sqlite import SqliteLog
+    from spanloop.pipeline.log.open import open_log
     from spanloop.pipeline.ports import new_record
 
     if not settings.database.exists():
@@ -155,7 +155,7 @@ def _append(settings: Settings, item: dict[str, Any]) -> dict[str, Any]:
     parsed = parse_feedback(
         item, tenant=settings.tenant, scorer="local", now_ns=time.time_ns(), redactor=redactor
     )
-    log = SqliteLog(settings.database)
+    log = open_log(settings)
     try:
         appended = log.append([new_record(event) for event in parsed.events])
     finally:

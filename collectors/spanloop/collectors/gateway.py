@@ -279,7 +279,7 @@ def main() -> None:
     import argparse
 
     from spanloop.collectors.redaction import Redactor, workspace_key
-    from spanloop.pipeline.log.sqlite import SqliteLog
+    from spanloop.pipeline.log.open import open_log
     from spanloop.pipeline.process import serve
     from spanloop.schemas.settings import load_settings
 
@@ -287,7 +287,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path)
     settings = load_settings(parser.parse_args().config)
     settings.workspace.mkdir(parents=True, exist_ok=True)
-    log = SqliteLog(settings.database)
+    log = open_log(settings)
     key = workspace_key(settings)
     redactor = Redactor(settings.content, key)
     gateway = Gateway(settings, log, redact=lambda span: redactor.span(span, trusted=True), key=key)

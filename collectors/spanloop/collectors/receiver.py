@@ -39,7 +39,7 @@ from spanloop.collectors.limits import BodyTooLargeError, ByteBudget, expand
 from spanloop.collectors.metrics import Metrics
 from spanloop.collectors.redaction import Redactor, workspace_key
 from spanloop.pipeline.clock import SystemClock
-from spanloop.pipeline.log.sqlite import SqliteLog
+from spanloop.pipeline.log.open import open_log
 from spanloop.pipeline.otlp.decode_json import decode_json, parse_json
 from spanloop.pipeline.otlp.decode_protobuf import decode_protobuf
 from spanloop.pipeline.otlp.decoded import DecodedBatch
@@ -247,7 +247,7 @@ def _reply_type(request: web.Request) -> str:
 async def serve(settings: Settings, stop: asyncio.Event) -> None:
     """Run until ``stop``; prints the ready line, flushes at the end. Raises ConfigError when the port is taken."""
     settings.workspace.mkdir(parents=True, exist_ok=True)
-    log = SqliteLog(settings.database)
+    log = open_log(settings)
     try:
         receiver = Receiver(settings, log, workspace_key(settings))
         runner = web.AppRunner(receiver.app(), auto_decompress=False, access_log=None, shutdown_timeout=10.0)

@@ -63,13 +63,13 @@ def _place(config_file: Path | None, workspace: Path | None, as_json: bool) -> _
 
 @contextmanager
 def _open(settings: Settings) -> Iterator[Log]:
-    from spanloop.pipeline.log.sqlite import SqliteLog
+    from spanloop.pipeline.log.open import open_log
 
     if not settings.database.exists():
         raise SchemaError(
             f"{settings.workspace} is no workspace: it has no {settings.database.name}; name one with --workspace"
         )
-    log = SqliteLog(settings.database)
+    log = open_log(settings)
     try:
         yield log
     finally:
