@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OUT ?= demo-out
+STACK_OUT ?= stack-out
 SEED ?= 0
 PYTEST_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-seeds test test-full lint bench controls soak lock clean
+.PHONY: help demo demo-seeds stack test test-full lint bench controls soak vllm-env lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
@@ -31,6 +32,10 @@ demo: $(READY) ## Run the whole loop (about 6 minutes) and write $(OUT)/report.h
 demo-seeds: $(READY) ## The demo on five seeds; results in benchmarks/results/demo_seeds.json
 	@$(BIN)/python benchmarks/demo_seeds.py --seeds 5
 
+stack: $(READY) ## Kafka, two Faust workers, MLflow server, vLLM and agents as one system, each killed once (under 15 minutes; STACK_OUT)
+	@test -n "$$SPANLOOP_VLLM_PYTHON" || test -x .venv-vllm/bin/python || $(MAKE) --no-print-directory vllm-env
+	@PYTHONPATH=examples $(BIN)/python -m stack.system --out $(STACK_OUT)
+
 test: $(READY) ## Lint and test everything that fits in minutes (what CI runs)
 	@$(MAKE) --no-print-directory lint
 	@$(BIN)/python -m pytest -m "not full" $(PYTEST_ARGS)
@@ -50,6 +55,9 @@ bench: $(READY) ## Run benchmarks/*.py and rewrite benchmarks/results/*.json
 
 controls: $(READY) ## Shuffled credit and withheld feedback: nothing may be learned (about 15 minutes)
 	@$(BIN)/python benchmarks/controls.py
+
+vllm-env: ## Make .venv-vllm, the environment of the vLLM server (about three minutes and 3.5 GB; SPANLOOP_VLLM_PYTHON takes one that exists)
+	@$(PYTHON) examples/stack/vllm_env.py .venv-vllm
 
 lock: $(READY) ## Rewrite constraints.txt from this .venv
 	@$(BIN)/python -m pip freeze --exclude-editable | grep -vE '^(spanloop|-e |#)' | sed 's/ @ .*//' > constraints.txt
