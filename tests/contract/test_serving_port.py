@@ -2,16 +2,23 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from aiohttp import web
 from serving_support import TOKENIZER, net, save_version, settings_of
+from vllm_support import need_vllm, peft_scores, vllm_server
 
 from spanloop.learner.serving.embedded import EmbeddedServer
 from spanloop.learner.serving.http import HttpServing
+from spanloop.learner.serving.lora_files import WEIGHTS
 from spanloop.learner.serving.memory import MemoryServing
+from spanloop.learner.serving.port import ServingPort
+from spanloop.learner.serving.vllm import VllmServing
 from spanloop.schemas.errors import ConfigError, SchemaError, StaleError, TransientError
 
 
@@ -40,17 +47,57 @@ def running(app_of):
         thread.join(20)
 
 
-@pytest.fixture(params=["memory", "http"])
-def serving(request, tmp_path):
+@dataclass
+class World:
+    """A serving adapter, versions that it can serve, and what a probe of one must answer."""
+
+    serving: ServingPort
+    weights: str
+    """Name of the file that holds an artifact's weights."""
+    save: Callable[[int], Path]
+    scores: Callable[[int, list[list[int]]], list[list[float]]]
+
+
+def _scores(version, prompts):
+    found = []
+    for prompt in prompts:
+        logp = torch.log_softmax(net(version)(torch.tensor([prompt]))[0], -1)
+        found.append([float(logp[t, token]) for t, token in enumerate(prompt[1:])])
+    return found
+
+
+@pytest.fixture(params=["memory", "http", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(360)])])
+def world(request, tmp_path):
     if request.param == "memory":
-        yield MemoryServing()
-        return
-    with running(lambda: EmbeddedServer(settings_of(tmp_path)).application()) as url:
-        yield HttpServing(url + "/v1")
+        yield World(MemoryServing(), "model.safetensors", lambda v: save_version(tmp_path, v), _scores)
+    elif request.param == "http":
+        with running(lambda: EmbeddedServer(settings_of(tmp_path)).application()) as url:
+            yield World(
+                HttpServing(url + "/v1"), "model.safetensors", lambda v: save_version(tmp_path, v), _scores
+            )
+    else:
+        need_vllm()
+        server = vllm_server()
+        folders: dict[int, Path] = {}
+
+        def save(version):
+            if version not in folders:
+                folders[version] = server.version(tmp_path / "policies" / f"policy@v{version}", version)
+            return folders[version]
+
+        serving = VllmServing([server.url + "/v1"])
+        yield World(serving, WEIGHTS, save, lambda v, prompts: peft_scores(server.base, folders[v], prompts))
+        for name in serving.loaded():
+            serving.unload(name)
 
 
-def test_load_list_unload(serving, tmp_path):
-    one, two = save_version(tmp_path, 1), save_version(tmp_path, 2)
+@pytest.fixture
+def serving(world):
+    return world.serving
+
+
+def test_load_list_unload(serving, world):
+    one, two = world.save(1), world.save(2)
     assert serving.loaded() == []
     serving.load("policy@v2", two)
     serving.load("policy@v1", one)
@@ -63,25 +110,22 @@ def test_load_list_unload(serving, tmp_path):
     assert serving.loaded() == ["policy@v2"]
 
 
-def test_a_probe_tells_the_weights(serving, tmp_path):
+def test_a_probe_tells_the_weights(serving, world):
     for version in (1, 2):
-        serving.load(f"policy@v{version}", save_version(tmp_path, version))
+        serving.load(f"policy@v{version}", world.save(version))
     prompts = [[1, 5, 6, 3], [1, 7, 3, 8]]
     for version in (1, 2):
         found = serving.probe(f"policy@v{version}", prompts)
-        for prompt, logprobs in zip(prompts, found, strict=True):
-            scores = torch.log_softmax(net(version)(torch.tensor([prompt]))[0], -1)
-            assert logprobs == pytest.approx(
-                [float(scores[t, token]) for t, token in enumerate(prompt[1:])], abs=1e-5
-            )
+        for logprobs, expected in zip(found, world.scores(version, prompts), strict=True):
+            assert logprobs == pytest.approx(expected, abs=1e-5)
     assert serving.probe("policy@v1", prompts) != serving.probe("policy@v2", prompts)
 
 
-def test_refusals(serving, tmp_path):
+def test_refusals(serving, world, tmp_path):
     with pytest.raises(SchemaError):
         serving.load("policy@v3", tmp_path / "policies" / "policy@v3")
-    broken = save_version(tmp_path, 4)
-    (broken / "model.safetensors").write_bytes(b"x")
+    broken = world.save(4)
+    (broken / world.weights).write_bytes(b"x")
     with pytest.raises(SchemaError, match="corrupt"):
         serving.load("policy@v4", broken)
     with pytest.raises(SchemaError, match="does not exist"):
