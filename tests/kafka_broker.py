@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -50,6 +51,16 @@ class Broker:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.05)
+
+    def pause(self) -> None:
+        """Let it hang: connections stay, nothing is answered."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on, with all that it had."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         """Kill it."""

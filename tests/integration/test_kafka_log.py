@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+import uuid
+
 import pytest
 from confluent_kafka.admin import AdminClient, NewTopic
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from kafka_broker import Broker
 
 from spanloop.pipeline.clock import ManualClock
-from spanloop.pipeline.log.kafka import KafkaLog
+from spanloop.pipeline.log.kafka import KafkaLog, partition_of
+from spanloop.pipeline.log.kafka_read import Reader
 from spanloop.pipeline.log.scan import scan
 from spanloop.pipeline.ports import NewRecord
 from spanloop.schemas.errors import ConfigError, TerminalError, TransientError
@@ -53,12 +60,28 @@ def test_single_topics_have_one_partition(log):
         assert log.sources(topic) == (topic,)
 
 
-def test_a_topic_with_the_wrong_number_of_partitions_is_refused(bootstrap_servers, kafka_settings):
+@pytest.mark.parametrize(
+    ("topic", "match"), [("policies", "must have one"), ("spans", r"set kafka\.partitions = 3")]
+)
+def test_a_topic_with_the_wrong_number_of_partitions_is_refused(
+    bootstrap_servers, kafka_settings, topic, match
+):
     admin = AdminClient({"bootstrap.servers": bootstrap_servers})
-    made = admin.create_topics([NewTopic(kafka_settings.prefix + "policies", 3, 1)])
+    made = admin.create_topics([NewTopic(kafka_settings.prefix + topic, 3, 1)])
     next(iter(made.values())).result()
-    with pytest.raises(ConfigError, match="must have one"):
+    with pytest.raises(ConfigError, match=match):
         KafkaLog(bootstrap_servers, kafka_settings)
+
+
+@given(keys=st.lists(st.text(max_size=40), max_size=50))
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_our_partitioner_is_the_clients(log, keys):
+    keys = [key.encode("utf-8", "ignore").decode() for key in keys] + [
+        "default/" + "ab" * n for n in range(20)
+    ]
+    keys = [key for key in keys if key]  # librdkafka takes an empty key for none
+    done = log.append([NewRecord("feedback", key, uuid.uuid4().hex, b"{}") for key in keys])
+    assert [a.partition for a in done] == [partition_of(key, 4) for key in keys]
 
 
 def test_without_create_an_empty_cluster_is_an_error_that_helps(bootstrap_servers, kafka_settings):
@@ -103,28 +126,104 @@ def test_a_log_that_ends_before_what_was_read_raises(log):
         log.read(["samples"], {"samples": 900}, 10)
 
 
+@pytest.mark.parametrize("on_lost", ["raise", "skip"])
+def test_what_retention_deleted_is_never_skipped_in_silence(
+    bootstrap_servers, kafka_settings, monkeypatch, caplog, on_lost
+):
+    log = KafkaLog(bootstrap_servers, kafka_settings, on_lost=on_lost)
+    log.append([NewRecord("samples", "k", f"e{n}", b"{}") for n in range(10)])
+    monkeypatch.setattr(KafkaLog, "watermarks", lambda *_: (6, 10))  # as if 0 to 5 were deleted
+    try:
+        if on_lost == "raise":
+            for _ in range(2):
+                with pytest.raises(TerminalError, match="records 3 to 5 are no longer on Kafka") as caught:
+                    log.read(["samples"], {"samples": 2}, 100)
+            assert (caught.value.attributes["wanted"], caught.value.attributes["first"]) == (3, 6)
+        else:
+            read = log.read(["samples"], {"samples": 2}, 100)
+            assert [r.offset for r in read] == [6, 7, 8, 9]
+            assert log.lost == 3
+            assert "records 3 to 5 are no longer on Kafka" in caplog.text
+        assert [r.offset for r in log.read(["samples"], {}, 100)] == [6, 7, 8, 9]
+        assert log.first("samples") == 6
+        assert log.newest("samples", 2) == {"samples": 7}
+        assert log.counts()["samples"] == 4
+    finally:
+        log.close()
+
+
+def test_readers_at_two_places_of_one_topic_do_not_disturb_each_other(log, monkeypatch):
+    log.append(_records(200, "samples"))
+    assigned = []
+    original = Reader._assign
+    monkeypatch.setattr(Reader, "_assign", lambda self: (assigned.append(1), original(self)))
+    at = [-1, 99]
+    for _ in range(10):
+        for n in range(2):
+            for record in log.read(["samples"], {"samples": at[n]}, 10):
+                assert record.offset == at[n] + 1
+                at[n] = record.offset
+    assert at == [99, 199]
+    assert len(assigned) == 2
+
+
 def test_a_large_record_goes_through(log):
     (done,) = log.append([NewRecord("orchestrations", "t/o", "big", b"x" * 8_000_000)])
     (read,) = log.read(["orchestrations"], {}, 10)
     assert (read.offset, len(read.value)) == (done.offset, 8_000_000)
 
 
-def test_a_broker_that_is_away_is_waited_for(monkeypatch):
-    monkeypatch.setattr("spanloop.pipeline.log.kafka.DELIVERY_S", 2.0)
+@pytest.fixture
+def own_broker():
     own = Broker()
     own.start()
-    settings = Kafka(prefix="p.", partitions=2)
-    log = KafkaLog(own.bootstrap, settings)
+    yield own
+    own.resume()
+    own.stop()
+
+
+def test_a_broker_that_hangs_is_waited_for_and_the_same_log_goes_on(own_broker, monkeypatch):
+    monkeypatch.setattr("spanloop.pipeline.log.kafka.DELIVERY_S", 2.0)
+    log = KafkaLog(
+        own_broker.bootstrap, Kafka(prefix="p.", partitions=2, client={"socket.timeout.ms": "2000"})
+    )
     try:
         log.append(_records(3))
-        own.stop()
+        own_broker.pause()
+        with pytest.raises(TransientError, match="Kafka at"):
+            log.append(_records(6))
+        own_broker.resume()
+        log.append(_records(6))
+        read = log.read(["spans"], {}, 100)
+        assert sorted(r.event_id for r in read) == [f"e{n}" for n in range(6)]
+    finally:
+        log.close()
+
+
+def test_a_broker_that_came_back_empty_stops_its_readers(own_broker, monkeypatch):
+    monkeypatch.setattr("spanloop.pipeline.log.kafka.DELIVERY_S", 2.0)
+    of_kafka = Kafka(prefix="p.", partitions=2)
+    log = KafkaLog(own_broker.bootstrap, of_kafka)
+    try:
+        log.append(_records(40))
+        position = {r.source: r.offset for r in log.read(["spans"], {}, 100)}
+        own_broker.stop()
         with pytest.raises(TransientError, match="Kafka at"):
             log.append(_records(3))
-        own.start()
-        again = KafkaLog(own.bootstrap, settings)
+        own_broker.start()
+        again = KafkaLog(own_broker.bootstrap, of_kafka)
         again.append(_records(3))
         assert len(again.read(["spans"], {}, 10)) == 3
         again.close()
+
+        def poll():
+            deadline = time.monotonic() + 20
+            while time.monotonic() < deadline:
+                with contextlib.suppress(TransientError):
+                    assert log.read(["spans"], position, 100) == []
+                time.sleep(0.1)
+
+        with pytest.raises(TerminalError, match="ends before"):
+            poll()
     finally:
         log.close()
-        own.stop()
