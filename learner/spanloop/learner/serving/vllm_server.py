@@ -34,12 +34,14 @@ from spanloop.pipeline.workspace import check_port, process_name
 from spanloop.schemas.errors import ConfigError, SpanloopError, TerminalError, TransientError
 from spanloop.schemas.settings import Settings, load_settings
 
-__all__ = ["main", "vllm_command", "vllm_environment", "vllm_python"]
+__all__ = ["end_leftovers", "main", "vllm_command", "vllm_environment", "vllm_python"]
 
 STARTUP_S = 600.0
 """A large model takes its time to load; a tiny one on a CPU is up in half a minute."""
 STOP_S = 15.0
 """How long vLLM may take to end before it is killed."""
+LEFTOVERS_S = 2.0
+"""How long what a killed run left may take to end by itself."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of --max-lora-rank that vLLM takes."""
 LINEAR = (
@@ -142,7 +144,6 @@ class VllmProcess:
     def __init__(self, command: list[str], environment: dict[str, str], *, workspace: Path, url: str) -> None:
         self._note = workspace / _GROUP
         self._url = url
-        _end_leftovers(self._note)
         try:
             self._process = subprocess.Popen(
                 command,
@@ -213,17 +214,30 @@ class VllmProcess:
             self._note.unlink()
 
 
-def _end_leftovers(note: Path) -> None:
-    """Kill what a killed run of this module left behind: members of its process group that are vLLM's."""
-    try:
-        group = int(note.read_text())
-    except (OSError, ValueError):
-        return
+def _leftovers(group: int) -> list[int]:
+    found: list[int] = []
     for entry in Path("/proc").glob("[0-9]*"):
         pid = int(entry.name)
         with contextlib.suppress(OSError):
             if os.getpgid(pid) == group and "vllm" in process_name(pid).lower():
-                os.kill(pid, signal.SIGKILL)
+                found.append(pid)
+    return found
+
+
+def end_leftovers(note: Path, *, patience_s: float = LEFTOVERS_S) -> None:
+    """End what a killed run of this module left behind: members of its process group that are vLLM's. The kernel has told
+    its API server to end; after ``patience_s`` we kill."""
+    try:
+        group = int(note.read_text())
+    except (OSError, ValueError):
+        return
+    deadline = time.monotonic() + patience_s
+    while left := _leftovers(group):
+        if time.monotonic() > deadline:
+            for pid in left:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
 
 
 def _run(settings: Settings, model: str) -> int:
@@ -235,6 +249,7 @@ def _run(settings: Settings, model: str) -> int:
     check_model(model, cpu=cpu)
     policies = workspace / "policies"
     policies.mkdir(parents=True, exist_ok=True)
+    end_leftovers(workspace / _GROUP)
     problem = check_port("serving", host, port)
     if problem or not port:
         raise ConfigError(problem or "serving.port = 0: vLLM needs a concrete port (`spanloop up` picks one)")
