@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from spanloop.learner.serving.http import HttpServing
+from spanloop.pipeline.child import die_with_parent
 from spanloop.pipeline.clock import ManualClock
 from spanloop.pipeline.log.kafka import KafkaLog
 from spanloop.pipeline.log.memory import MemoryLog
@@ -422,6 +423,7 @@ def main() -> None:
     options = parser.parse_args()
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     stack = Stack(options.out)
     subprocess.run(
         [sys.executable, "-m", "stack.base", str(stack.out / "model")], env=stack.environment, check=True
