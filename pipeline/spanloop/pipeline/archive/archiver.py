@@ -25,7 +25,7 @@ from spanloop.pipeline.archive.compaction import compact
 from spanloop.pipeline.archive.manifest import RAW, Lost, Range
 from spanloop.pipeline.archive.raw import ArchiveStore
 from spanloop.pipeline.archive.repair import Report, verify
-from spanloop.pipeline.archive.source import chunk, contradicts, oldest
+from spanloop.pipeline.archive.source import chunk, contradicts, first_offset
 from spanloop.pipeline.archive.writer import write_range
 from spanloop.pipeline.ports import Log, topic_of
 from spanloop.pipeline.workspace import write_json
@@ -85,7 +85,7 @@ class Archiver:
         self._status_file: Path | None = settings.workspace / STATUS_FILE
         self._say = say
         self._pending: dict[str, float] = {}
-        self._probed: dict[str, int] = {}
+        self._tried: dict[str, int] = {}
         self._shrunk: set[str] = set()
         self._written_s = 0.0
         self.status = Status()
@@ -130,8 +130,16 @@ class Archiver:
         Raises:
             OSError, TransientError: store or log refused; what was written stays, calling it again goes on.
         """
-        ends = {source: self._log.end(source) for source in self._sources()}
-        return sum(self._write(source, end, on_range, rest=True) for source, end in ends.items())
+        contained = self._store.contained()
+        written = 0
+        for topic in topics.ALL_TOPICS:
+            ends = {source: self._log.end(source) for source in self._log.sources(topic)}
+            for source, end in ends.items():
+                if end < contained.get(source, -1):
+                    self._same_log(source, contained[source], end)
+            behind = {source: end for source, end in ends.items() if end > contained.get(source, -1)}
+            written += self._write(topic, behind, on_range)
+        return written
 
     def step(self, on_range: Callable[[Range], None] = lambda _range: None) -> int:
         """Write the ranges that are due by number of records or age: how many records.
@@ -143,22 +151,28 @@ class Archiver:
         now = time.monotonic()
         written = 0
         trouble: TransientError | None = None
-        for source in self._sources():
-            after, end = contained.get(source, -1), self._log.end(source)
-            if end < after or source in self._shrunk:
-                try:
-                    self._same_log(source, after, end)
-                except TransientError as exc:
-                    trouble = exc
-                continue
-            if end == after:
-                self._pending.pop(source, None)
-                continue
-            aged = now - self._pending.setdefault(source, now) >= self._settings.every_s
-            if aged or end - max(after, self._probed.get(source, -1)) >= self._settings.records:
-                written += self._write(source, end, on_range, rest=aged)
-                self._probed[source] = end
-                if aged:
+        for topic in topics.ALL_TOPICS:
+            ends: dict[str, int] = {}
+            due = shrunk = False
+            for source in self._log.sources(topic):
+                after, end = contained.get(source, -1), self._log.end(source)
+                if end < after or source in self._shrunk:
+                    try:
+                        self._same_log(source, after, end)
+                    except TransientError as exc:
+                        trouble, shrunk = exc, True
+                elif end == after:
+                    self._pending.pop(source, None)
+                else:
+                    ends[source] = end
+                    aged = now - self._pending.setdefault(source, now) >= self._settings.every_s
+                    due = (
+                        due or aged or end - max(after, self._tried.get(source, -1)) >= self._settings.records
+                    )
+            if due and not shrunk:
+                written += self._write(topic, ends, on_range)
+                self._tried |= ends
+                for source in ends:
                     self._pending.pop(source, None)
         if trouble is not None:
             raise trouble
@@ -184,43 +198,56 @@ class Archiver:
             "replay` reads the old one"
         )
 
-    def _sources(self) -> list[str]:
-        return [source for topic in topics.ALL_TOPICS for source in self._log.sources(topic)]
-
-    def _write(self, source: str, end: int, on_range: Callable[[Range], None], *, rest: bool) -> int:
-        """Write a source up to ``end``; without ``rest`` only full ranges."""
-        topic, partition = topic_of(source)
-        after = self._store.contained_of(topic, partition)
+    def _write(self, topic: str, ends: dict[str, int], on_range: Callable[[Range], None]) -> int:
+        """Write the sources of a topic up to ``ends``."""
+        if not ends:
+            return 0
+        live = self._store.listing([topic]).live
+        after = {source: ranges[-1].last for source, ranges in live.items()}
+        gone: dict[str, Lost] = {}
         written = 0
-        while after < end:
-            records = chunk(self._log, source, after, end, self._settings.records)
-            if not records or (not rest and len(records) < self._settings.records):
-                break
-            lost = self._forgotten(source, after, records[0].offset)
-            item = write_range(self._store, topic, partition, records, lost=lost)
-            assert item is not None  # noqa: S101 - there are records
-            self.status.ranges += 1
-            self.status.records += len(records)
-            written += len(records)
-            after = item.last
-            on_range(item)
+
+        def on_gone(source: str, first: int, last: int) -> None:
+            gone[source] = Lost(RAW, f"offsets {first}-{last} left the log before they were archived")
+
+        while found := chunk(self._log, topic, after, ends, self._settings.records, on_gone=on_gone):
+            for source, records in found.items():
+                before = after.get(source, -1)
+                lost = gone.pop(source, None) or self._forgotten(source, before, records[0].offset)
+                item = write_range(
+                    self._store,
+                    topic,
+                    records[0].partition,
+                    records,
+                    first=before + 1,
+                    lost=[lost] if lost else [],
+                )
+                assert item is not None  # noqa: S101 - there are records
+                if lost:
+                    self._tell_lost(source, lost)
+                self.status.ranges += 1
+                self.status.records += len(records)
+                written += len(records)
+                after[source] = item.last
+                on_range(item)
         return written
 
-    def _forgotten(self, source: str, after: int, next_offset: int) -> list[Lost]:
+    def _forgotten(self, source: str, after: int, next_offset: int) -> Lost | None:
         """Whether the log's retention took records before they were archived."""
         if after < 0 or next_offset == after + 1:
-            return []
-        start = oldest(self._log, source)
-        if start is None or start.offset <= after + 1:
-            return []
-        lost = Lost(RAW, f"offsets {after + 1}-{start.offset - 1} left the log before they were archived")
+            return None
+        start = first_offset(self._log, source)
+        if start is None or start <= after + 1:
+            return None
+        return Lost(RAW, f"offsets {after + 1}-{start - 1} left the log before they were archived")
+
+    def _tell_lost(self, source: str, lost: Lost) -> None:
         self.status.lost.append(f"{source}: {lost.reason}")
         logger.error(
             "archive_lost: %s: %s; raise kafka.retention_hours or look why the archiver stood",
             source,
             lost.reason,
         )
-        return [lost]
 
     def follow(
         self,

@@ -22,7 +22,7 @@ from spanloop.pipeline.archive.files import LocalFiles
 from spanloop.pipeline.archive.manifest import RAW, Range, gaps
 from spanloop.pipeline.archive.raw import ArchiveStore, Listing
 from spanloop.pipeline.archive.repair import stale_tables, verify
-from spanloop.pipeline.archive.source import chunk, contradicts, read_range, records_of
+from spanloop.pipeline.archive.source import chunk, contradicts, following, read_range, records_of
 from spanloop.pipeline.archive.writer import decode, write_range
 from spanloop.pipeline.log.memory import MemoryLog
 from spanloop.pipeline.log.sqlite import SqliteLog
@@ -147,7 +147,7 @@ class Archive:
             with self.store.files.writer() as mine:
                 if not mine:
                     return False
-                for source, end in ends.items():
+                for source, end in ends.items():  # an embedded log has one source a topic
                     topic, partition = topic_of(source)
                     live = self.store.listing([topic]).live.get(source, [])
                     if live and contradicts(self._log, source, live):
@@ -155,12 +155,11 @@ class Archive:
                     after = live[-1].last if live else -1
                     while end - after >= self._segment_records:
                         far = end - after >= _FAR * self._segment_records
-                        records = chunk(
-                            self._log, source, after, end, self._segment_records * (_FAR if far else 1)
+                        limit = self._segment_records * (_FAR if far else 1)
+                        records = chunk(self._log, topic, {source: after}, {source: end}, limit).get(
+                            source, []
                         )
-                        if not records or (
-                            len(records) < self._segment_records and records[-1].offset == end
-                        ):
+                        if len(records) < self._segment_records:
                             break
                         write_range(self.store, topic, partition, records)
                         written = True
@@ -205,9 +204,15 @@ class Archive:
                         lost.append(f"{item.source} {item.name}: its {', '.join(again)} cannot be read")
                     else:
                         batches.setdefault(again, []).extend(records)
-            after = live[source][-1].last if live[source] else -1
-            for first, last in [*gaps(live[source]), (after + 1, ends.get(source, -1))]:
+            for first, last in gaps(live[source]):
                 batches.setdefault(tables, []).extend(read_range(self._log, source, first, last))
+        after = {source: ranges[-1].last for source, ranges in live.items() if ranges}
+        mine = {source: end for source, end in ends.items() if source in live and end > after.get(source, -1)}
+        for records in following(
+            self._log, topic, after, mine,
+            on_gone=lambda source, a, b: lost.append(f"{source} {a}-{b} left the log before they were archived"),
+        ):  # fmt: skip
+            batches.setdefault(tables, []).extend(records)
         for names, records in batches.items():
             built = decode(topic, records, self.store, sound)
             unreadable += built.unreadable if names == tables else 0

@@ -24,7 +24,7 @@ from spanloop.pipeline.archive.encoding import fault
 from spanloop.pipeline.archive.manifest import RAW, FileInfo, Lost, Range, gaps
 from spanloop.pipeline.archive.raw import ArchiveStore
 from spanloop.pipeline.archive.repeats import INDEX, index_of
-from spanloop.pipeline.archive.source import oldest, read_range, records_of
+from spanloop.pipeline.archive.source import first_offset, read_range, records_of
 from spanloop.pipeline.archive.writer import (
     RECORDS,
     TABLES_VERSION,
@@ -175,7 +175,7 @@ class _Repair:
             if from_log is None:
                 from_log = dict(by_group(records_of(self._log, item) or []))
             records = from_log.get(group)
-            found[group] = records if records and (raw is None or len(records) == raw.rows) else None
+            found[group] = records if records and (raw is None or len(records) >= raw.rows) else None
         return found
 
     def _write_again(
@@ -202,7 +202,8 @@ class _Repair:
                     attempt.add_raw(group, raw_table(found), item.records)
                 kinds = ({info.kind for info in mine} | stale) & set(TABLES_OF_TOPIC[item.topic])
                 if kinds:
-                    built = decode(item.topic, found, self._store, self._others(item))
+                    own = msgspec.structs.replace(item, files=(*kept, *attempt.written))
+                    built = decode(item.topic, found, self._store, [*self._others(item), own])
                     write_tables(attempt, found, {name: built.tables[name] for name in sorted(kinds)})
             if self._index_again(item, attempt, kept):
                 kept = [info for info in kept if info.kind != INDEX]
@@ -269,11 +270,11 @@ class _Repair:
             self.report.open_gaps.append(f"{source} {first}-{last}")
             return False
         topic, partition = topic_of(source)
-        start = oldest(self._log, source)
+        start = first_offset(self._log, source)
         records = list(read_range(self._log, source, first, last))
         lost = []
-        if start is None or start.offset > first:
-            gone = last if start is None else min(last, start.offset - 1)
+        if start is None or start > first:
+            gone = last if start is None else min(last, start - 1)
             lost = [Lost(RAW, f"offsets {first}-{gone} stand in no file and not in the log any more")]
             logger.error("archive_lost: %s: %s", source, lost[0].reason)
         write_range(self._store, topic, partition, records, first=first, last=last, lost=lost)

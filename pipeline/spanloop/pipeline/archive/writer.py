@@ -185,7 +185,13 @@ def write_range(
             "archiver running on it?"
         )
     last = records[-1].offset if last is None else last
-    others = [item for ranges in live.values() for item in ranges]
+    source = source_of(topic, partition)
+    others = [
+        item
+        for ranges in live.values()
+        for item in ranges
+        if item.source != source or item.last < first or item.first > last  # of two that overlap only one stays live
+    ]
     built = decode(topic, records, store, others) if records else Built({}, 0)
     attempt = Attempt(store.files, topic, partition, first, last)
     try:
