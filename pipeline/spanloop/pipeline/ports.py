@@ -26,6 +26,7 @@ __all__ = [
     "Stage",
     "StageOutput",
     "StateStore",
+    "alone",
     "new_record",
     "output_records",
     "source_of",
@@ -83,6 +84,15 @@ def source_of(topic: str, partition: int) -> str:
     return f"{topic}/{partition}" if partition else topic
 
 
+def alone(source: str) -> str:
+    """The name that asks for one source only: a topic's plain name asks for all its partitions.
+
+    >>> alone("spans"), alone("spans/3")
+    ('spans/0', 'spans/3')
+    """
+    return "{}/{}".format(*topic_of(source))
+
+
 def topic_of(source: str) -> tuple[str, int]:
     """Topic and partition of a source.
 
@@ -121,7 +131,7 @@ class Log(Protocol):
 
     def read(self, topic_names: Sequence[str], after: Mapping[str, int], limit: int) -> list[LogRecord]:
         """Up to ``limit`` records with offset > ``after[source]`` (absent: -1), each source in offset order; a log without
-        partitions merges topics in append order. A topic's name asks for all its partitions, ``topic/3`` for one."""
+        partitions merges topics in append order. A topic's name asks for all its partitions, ``topic/0`` or ``topic/3`` for one (``alone``)."""
         ...
 
     def end(self, source: str) -> int:

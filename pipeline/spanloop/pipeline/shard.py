@@ -23,7 +23,7 @@ from spanloop.pipeline.assembly.join import Component, Emitted, Seen, evidence_o
 from spanloop.pipeline.assembly.stage import AssemblyStage, refused_record
 from spanloop.pipeline.dialects import decode_operation
 from spanloop.pipeline.held import Held, expired
-from spanloop.pipeline.ports import LogRecord, StageOutput, source_of
+from spanloop.pipeline.ports import LogRecord, StageOutput
 from spanloop.pipeline.samples import is_holdout
 from spanloop.pipeline.signal import SignalStage
 from spanloop.schemas import topics
@@ -114,7 +114,7 @@ class ShardStage:
         self._settings = settings
         self.partition = self.output_partition = partition
         self.name = f"shard-{partition}-of-{partitions}"
-        self.topics: tuple[str, ...] = (source_of(topics.OPERATIONS, partition), topics.MODELS)
+        self.topics: tuple[str, ...] = (f"{topics.OPERATIONS}/{partition}", topics.MODELS)
         self._retention_ns = round(settings.retention_s * 1e9)
         self._assembly = AssemblyStage(settings, by_evidence=False)
         self._signal = SignalStage(settings)

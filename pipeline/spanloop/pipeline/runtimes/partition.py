@@ -7,7 +7,8 @@ delivered are read from the log. So nothing rests on what a consumer group remem
 Order of a commit: outputs on the log, then state in memory, some seconds later the snapshot. After a kill the outputs since the
 snapshot are observed first, so that nothing equal is published again and revisions rise. Outputs of an owned partition must
 follow each other on the log; a gap was written by a former owner that does not know yet that it lost the partition: it is
-read and observed, and what it made wrong is published again.
+read and observed, and what it made wrong is published again. Timers see the time up to which the input was folded: while a
+backlog waits, quiet periods are not counted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -26,16 +27,20 @@ from spanloop.pipeline.ports import (
     NewRecord,
     Stage,
     StageOutput,
+    alone,
     output_records,
     source_of,
 )
-from spanloop.pipeline.runtimes.folding import fold, is_cornered
+from spanloop.pipeline.runtimes.folding import fold, where
 from spanloop.pipeline.state.snapshots import Chain
 from spanloop.schemas import topics
-from spanloop.schemas.errors import TransientError
+from spanloop.schemas.errors import SpanloopError, TerminalError, TransientError
 from spanloop.schemas.events import DeadLettered, Event
+from spanloop.schemas.operations import OperationsRead
 
 __all__ = ["Partition", "PartitionMetrics"]
+
+T = TypeVar("T")
 
 OUTPUTS = "out:"
 """Prefix of own outputs' offsets in a snapshot."""
@@ -48,6 +53,8 @@ class PartitionMetrics(msgspec.Struct):
     """Counters of one partition since it was taken."""
 
     records: int = 0
+    spans: int = 0
+    """Spans read in their dialects: of the first stage only."""
     events: int = 0
     dead_letters: int = 0
     duplicates: int = 0
@@ -57,98 +64,112 @@ class PartitionMetrics(msgspec.Struct):
     foreign: int = 0
     """Outputs that a former owner wrote."""
     retries: int = 0
+    folds: int = 0
     fold_s: float = 0.0
+    fold_max_s: float = 0.0
     recovery_s: float = 0.0
+    lag: int = 0
+    """Records known to be on the source and not folded yet."""
     lateness_s: float = 0.0
-    """Age of the last record when it was folded."""
-    progress_at: float = 0.0
-    """Monotonic time of the last progress."""
-    waiting: int = 0
-    """Records offered and not folded yet."""
-    spans: int = 0
-    event_time_ns: int = 0
+    """Age of the last record when it was folded; of the first stage, time since its newest span ended."""
+    appended_ns: int = 0
     """When the newest folded record was appended."""
     snapshot_at: float = 0.0
     """Monotonic time of the last snapshot."""
+    since: float = 0.0
+    """Monotonic time since when there is something to do and nothing was done; 0: idle."""
     doing: str = ""
-    """fold, append, flush, recover, or empty."""
-
-
-class Observing(Protocol):
-    """A stage that takes note of its own outputs."""
-
-    def observe(self, record: LogRecord) -> None: ...
+    """recover, fold, append, tick, flush, or empty."""
 
 
 class Partition:
     """A stage over its sources.
 
     Args:
-        stage: its ``topics`` are the sources; the first is the one that is delivered.
+        source: the one of the stage's sources that an engine delivers.
+        stage: further sources in its ``topics`` are offered by whoever reads them.
         log: inputs and outputs.
-        chain: snapshots; None: a stage without state.
+        chain: snapshots.
         clock: processing time.
-        stopping: asked while something is tried again.
+        batch_max: records that are folded at once.
+        stopping: asked while something is tried again, and between batches of a recovery.
+        keep_content: whether dead letters keep the refused bytes.
     """
 
     def __init__(
         self,
+        source: str,
         stage: Stage,
         log: Log,
-        chain: Chain | None,
+        chain: Chain,
         clock: Clock,
         *,
         batch_max: int,
-        stopping: Callable[[], bool],
-        keep_content: bool = True,
+        stopping: Callable[[], bool] = lambda: False,
+        keep_content: bool = False,
     ) -> None:
-        self._keep_content = keep_content
+        self.source = source
         self.stage = stage
-        self.metrics = PartitionMetrics(progress_at=time.monotonic())
+        self.metrics = PartitionMetrics()
         self.offsets: dict[str, int] = {}
+        self._inputs = [name for topic in stage.topics for name in log.sources(topic)]
+        if source not in self._inputs:  # a stage without state takes any source of its topics
+            raise ValueError(f"{stage.name} does not read {source}")
+        if getattr(stage, "output_partition", None) is None and "/" not in "".join(stage.topics):
+            self._inputs = [source]
         self._log = log
         self._chain = chain
         self._clock = clock
         self._batch_max = batch_max
         self._stopping = stopping
+        self._keep_content = keep_content
         self._written: dict[str, int] = {}
+        self._loaded: dict[str, int] = {}
+        """Outputs that the loaded snapshot knew of: those behind them were observed."""
+        self._end = -1
+        """Last offset that is known to be on the source."""
+        own: int | None = getattr(stage, "output_partition", None)
+        self._own = [] if own is None else [source_of(topic, own) for topic in _OWNED]
 
     # ------------------------------------------------------------ taking over
 
     def recover(self) -> None:
         """Become the state of the newest snapshot, know what was published since, and fold what waits on the log."""
         begin = time.monotonic()
-        self.metrics.doing = "recover"
-        if self._chain is not None:
-            self.stage.restore(self._chain.entries)
-            for name, offset in self._chain.offsets.items():
-                if name.startswith(OUTPUTS):
-                    self._written[name.removeprefix(OUTPUTS)] = offset
-                else:
-                    self.offsets[name] = offset
-            self._observe_outputs()
-            self.catch_up()
+        self._begin("recover")
+        for name, offset in self._chain.offsets.items():
+            if name.startswith(OUTPUTS):
+                self._written[name.removeprefix(OUTPUTS)] = offset
+            else:
+                self.offsets[name] = offset
+        self._loaded = dict(self._written)
+        self._restore()
+        self.catch_up()
         self.metrics.recovery_s = time.monotonic() - begin
-        self.metrics.doing = ""
+        self.metrics.snapshot_at = self.metrics.snapshot_at or begin
+        self._idle()
 
-    def _own_sources(self) -> list[str]:
-        own: int | None = getattr(self.stage, "output_partition", None)
-        return [] if own is None else [source_of(topic, own) for topic in _OWNED]
-
-    def _observe_outputs(self) -> None:
-        """Read own outputs behind the snapshot; on the samples' topic others' are among them."""
-        if getattr(self.stage, "observe", None) is None:
+    def _restore(self) -> None:
+        """Become what was committed, and take note of everything that was published behind the snapshot."""
+        stage: Any = self.stage
+        stage.restore(self._chain.entries)
+        if getattr(stage, "observe", None) is None:
             return
-        for source in (*self._own_sources(), topics.SAMPLES):
+        known, self._written = self._written, dict(self._loaded)
+        for source in (*self._own, topics.SAMPLES):  # others' samples are among them
             end = self._retry(lambda source=source: self._log.end(source))
-            self._observe(source, end)
+            self._observe(source, max(end, known.get(source, -1)))
+        if getattr(stage, "catch_up", None) is not None:
+            ends = {source: self._retry(lambda source=source: self._log.end(source)) for source in self._inputs}
+            stage.catch_up({s: end for s, end in ends.items() if end > self.offsets.get(s, -1)})
 
     def _observe(self, source: str, upto: int) -> int:
         """Take note of what stands on a source behind what is known; returns how many records that were."""
         stage: Any = self.stage
         seen, after = 0, self._written.get(source, -1)
         while after < upto:
-            records = self._retry(lambda after=after: self._log.read([source], {source: after}, 500))
+            place = {source: after} if after >= 0 else {}
+            records = self._retry(lambda place=place: self._log.read([alone(source)], place, 500))
             if not records:
                 break
             for record in records:
@@ -163,11 +184,14 @@ class Partition:
         """Fold what is on the log behind the state, without waiting for it to be delivered."""
         count = 0
         while not self._stopping():
-            records = self._retry(lambda: self._log.read(self.stage.topics, self.offsets, self._batch_max))
+            records = self._retry(lambda: self._log.read(self._inputs, self.offsets, self._batch_max))
             if not records:
-                return count
+                self._end = max(self._end, self.offsets.get(self.source, -1))
+                break
             self._fold(records)
             count += len(records)
+            if len(records) >= self._batch_max:
+                self._tick(min(record.appended_ns for record in records[-1:]))
         return count
 
     # ------------------------------------------------------------ records
@@ -175,103 +199,154 @@ class Partition:
     def offer(self, records: Sequence[LogRecord]) -> None:
         """Fold delivered records of one source; fills gaps before them from the log, drops what is contained."""
         source = records[0].source
+        if source == self.source:
+            self.sees(records[-1].offset)
         fresh = [record for record in records if record.offset > self.offsets.get(source, -1)]
         self.metrics.duplicates += len(records) - len(fresh)
         for start in range(0, len(fresh), self._batch_max):
             part = fresh[start : start + self._batch_max]
-            if self._chain is not None:
-                self._fill_gap(source, part[0].offset)
-                part = [record for record in part if record.offset > self.offsets.get(source, -1)]
+            self._fill_gap(source, part[0].offset)
+            part = [record for record in part if record.offset > self.offsets.get(source, -1)]
             if part:
                 self._fold(part)
+        self._idle()
+
+    def sees(self, end: int) -> None:
+        """Take note of the last offset that an engine knows to be on the source."""
+        self._end = max(self._end, end)
+        self.metrics.lag = max(0, self._end - self.offsets.get(self.source, -1))
+        if self.metrics.lag and not self.metrics.since:
+            self.metrics.since = time.monotonic()
 
     def _fill_gap(self, source: str, upto: int) -> None:
+        """Fold what comes before offset ``upto``."""
         while self.offsets.get(source, -1) + 1 < upto and not self._stopping():
-            after = self.offsets.get(source, -1)
-            records = self._retry(
-                lambda after=after: self._log.read([source], {source: after}, self._batch_max)
-            )
+            place = {source: self.offsets[source]} if source in self.offsets else {}
+            records = self._retry(lambda place=place: self._log.read([alone(source)], place, self._batch_max))
             missing = [record for record in records if record.offset < upto]
             if not missing:  # offsets that hold no record
-                self.offsets[source] = upto - 1
                 return
             self.metrics.gaps += len(missing)
             self._fold(missing)
 
     def _fold(self, records: Sequence[LogRecord]) -> None:
         begin, now_ns = time.monotonic(), self._clock.now_ns()
-        self.metrics.doing = "fold"
+        self._begin("fold")
+        metrics = self.metrics
         for part, output in fold(self.stage, records, now_ns, self._restore):
             self._emit(output, {record.source: record.offset for record in part})
-            self.metrics.records += len(part)
-        done = time.monotonic()
-        self.metrics.fold_s += done - begin
-        self.metrics.lateness_s = max(0.0, (now_ns - records[-1].appended_ns) / 1e9)
-        self.metrics.progress_at = done
-        self.metrics.event_time_ns = max(self.metrics.event_time_ns, records[-1].appended_ns)
-        self.metrics.doing = ""
+            metrics.records += len(part)
+        seconds = time.monotonic() - begin
+        metrics.folds += 1
+        metrics.fold_s += seconds
+        metrics.fold_max_s = max(metrics.fold_max_s, seconds)
+        metrics.appended_ns = max(metrics.appended_ns, records[-1].appended_ns)
+        newest_ns = getattr(self.stage, "newest_ns", 0) or records[-1].appended_ns
+        metrics.lateness_s = max(0.0, (now_ns - newest_ns) / 1e9)
+        metrics.lag = max(0, self._end - self.offsets.get(self.source, -1))
+        metrics.since = begin + seconds
 
-    def _restore(self) -> None:
-        self.stage.restore(self._chain.entries if self._chain is not None else {})
+    # ------------------------------------------------------------ time
 
     def tick(self) -> None:
         """Fire timers that are due."""
         now_ns = self._clock.now_ns()
+        self._tick(min(now_ns, self.metrics.appended_ns) if self.metrics.lag else now_ns)
+
+    def _tick(self, now_ns: int) -> None:
         timer = self.stage.next_timer_ns()
-        if timer is not None and timer <= now_ns:
+        if timer is None or timer > now_ns:
+            return
+        self._begin("tick")
+        try:
             output = self.stage.tick(now_ns)
-            if output.events or output.writes:
-                self._emit(output, {})
+        except SpanloopError:
+            raise
+        except Exception as exc:
+            raise TerminalError(
+                f"stage {self.stage.name} raised {type(exc).__name__} at {where(exc)} while firing timers, and no "
+                "record can be set aside for that: please report this bug with the lines above"
+            ) from exc
+        if output.events or output.writes:
+            self._emit(output, {})
+        self._idle()
+
+    # ------------------------------------------------------------ outputs
 
     def _emit(self, output: StageOutput, offsets: dict[str, int]) -> None:
         """Outputs on the log, then state."""
-        if not self._keep_content:
-            output.events = [_without_data(event) for event in output.events]
-        records = output_records(self.stage, output.events)
+        metrics = self.metrics
+        for event in output.events:
+            if isinstance(event, DeadLettered):
+                metrics.dead_letters += 1
+            elif isinstance(event, OperationsRead) and not event.home:
+                metrics.spans += len(event.operations)
+        events = output.events if self._keep_content else [_without_data(event) for event in output.events]
+        records = output_records(self.stage, events)
         if records:
+            doing, metrics.doing = metrics.doing, "append"
             self._append(records)
-        self.metrics.events += len(records)
-        self.metrics.dead_letters += sum(
-            isinstance(event, DeadLettered) or is_cornered(event) for event in output.events
-        )
+            metrics.doing = doing
+        metrics.events += len(records)
         self.offsets.update(offsets)
-        if self._chain is not None:
-            written = {OUTPUTS + source: offset for source, offset in self._written.items()}
-            self._chain.commit(output.writes, {**offsets, **written})
+        written = {OUTPUTS + source: offset for source, offset in self._written.items()}
+        self._chain.commit(output.writes, {**offsets, **written})
 
     def _append(self, records: Sequence[NewRecord]) -> None:
         done = self._retry(lambda: self._log.append(records))
-        own = set(self._own_sources())
         for record, appended in zip(records, done, strict=True):
             source = source_of(record.topic, appended.partition)
-            if source not in own:
+            if source not in self._own:
                 continue
-            known = self._written.get(source)
-            if known is not None and appended.offset > known + 1:
-                self.metrics.foreign += self._observe(source, appended.offset - 1)
-                _log.warning("%s: a former owner wrote up to %d", source, appended.offset - 1)
+            known = self._written.get(source, -1)
+            if appended.offset > known + 1:
+                foreign = self._observe(source, appended.offset - 1)
+                self.metrics.foreign += foreign
+                if foreign:
+                    _log.warning(
+                        "%s: another owner wrote %d records up to offset %d; they are checked",
+                        source, foreign, appended.offset - 1,
+                    )  # fmt: skip
             self._written[source] = max(appended.offset, self._written.get(source, -1))
 
     # ------------------------------------------------------------ durability
 
-    def flush(self) -> None:
-        """Write a snapshot."""
-        if self._chain is not None:
-            self.metrics.doing = "flush"
-            self._retry(self._chain.flush)
-            self.metrics.snapshot_at, self.metrics.doing = time.monotonic(), ""
+    def flush(self) -> bool:
+        """Write a snapshot; False where the store refuses for now: then more is folded again after a kill, no less."""
+        if not getattr(self.stage, "caught_up", True):
+            return False
+        self._begin("flush")
+        try:
+            self._chain.flush()
+        except TransientError as exc:
+            self.metrics.retries += 1
+            _log.warning("%s: no snapshot: %s", self.stage.name, exc.message)
+            return False
+        else:
+            self.metrics.snapshot_at = time.monotonic()
+            return True
+        finally:
+            self._idle()
 
     def is_newest(self) -> bool:
         """Whether nobody has taken this partition's state over since."""
-        return self._chain is None or self._chain.is_newest()
+        return self._chain.is_newest()
 
     def committable(self) -> dict[str, int]:
         """Offsets that a consumer group may remember: what a snapshot contains."""
-        if self._chain is None:
-            return dict(self.offsets)
         return {name: offset for name, offset in self._chain.durable.items() if not name.startswith(OUTPUTS)}
 
-    def _retry(self, call: Callable[[], Any]) -> Any:
+    # ------------------------------------------------------------ progress
+
+    def _begin(self, doing: str) -> None:
+        self.metrics.doing = doing
+        self.metrics.since = self.metrics.since or time.monotonic()
+
+    def _idle(self) -> None:
+        self.metrics.doing = ""
+        self.metrics.since = time.monotonic() if self.metrics.lag else 0.0
+
+    def _retry(self, call: Callable[[], T]) -> T:
         pause = 0.05
         while True:
             try:

@@ -1,18 +1,17 @@
-"""The partitions that one process has: which stage belongs to a source, taking over and giving up, timers, snapshots, metrics.
+"""The partitions that one process has: which stage belongs to a source, taking over and giving up, timers, snapshots.
 
 Place in the flow: between an engine (Faust, or the plain consumer loop), which says which sources this process has and delivers
-their records, and ``Partition``. Engines call from one thread; ``status`` and the watchdog may be asked from others.
+their records, and ``Partition``. All but ``expect``, ``leave``, ``ends``, ``stop`` and the status is called from one thread.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import msgspec
 from spanloop.pipeline.credit.value import ValueStage
 from spanloop.pipeline.log.kafka import KafkaLog
 from spanloop.pipeline.normalise import NormaliseStage
-from spanloop.pipeline.ports import Clock, LogRecord, Stage, topic_of
+from spanloop.pipeline.ports import Clock, LogRecord, Stage, alone, topic_of
 from spanloop.pipeline.runtimes.partition import Partition
 from spanloop.pipeline.shard import ShardStage
 from spanloop.pipeline.state.snapshots import Snapshots
@@ -35,7 +34,7 @@ DELIVERED = (topics.SPANS, topics.FEEDBACK, topics.OPERATIONS, topics.LESSONS)
 """Topics that engines deliver; ``models`` is read by every process."""
 MODELS_EVERY_S = 0.5
 LOOK_EVERY_S = 5.0
-"""A source without progress for so long is looked at directly on the log."""
+"""A source without progress for so long, of which it is not known that it is at its end, is looked at directly."""
 
 _log = logging.getLogger("spanloop.process")
 
@@ -60,103 +59,143 @@ class Workers:
         self._lock = threading.Lock()
         self.partitions: dict[str, Partition] = {}
         """By the source that is delivered."""
-        self._expected: list[str] = []
+        self._expected: dict[str, None] = {}
+        """Assigned and not taken over yet."""
+        self._leaving: set[str] = set()
+        """Being taken away: their recovery ends early."""
         self._parked: dict[str, Partition] = {}
+        self._looked: dict[str, float] = {}
         self._models_at = 0.0
         self._models = -1
-        self._looked_at = 0.0
         self._flushed_at = time.monotonic()
+        self.recoveries = 0
+        """Partitions taken over since the start ..."""
+        self.recovery_s = 0.0
+        """... and the seconds that the slowest took."""
 
     # ------------------------------------------------------------ which sources
 
     def expect(self, sources: Sequence[str]) -> None:
-        """Note that sources will be this process's; ``tick`` takes them over."""
-        self._expected = [*self._expected, *sources]
+        """Note that sources are this process's; ``tick`` takes them over. May be called from any thread."""
+        with self._lock:
+            for source in sources:
+                self._leaving.discard(source)
+                if topic_of(source)[0] in DELIVERED and source not in self.partitions:
+                    self._expected[source] = None
 
-    def take(self, sources: Sequence[str]) -> None:
-        """Take sources over: recover their state and fold what waits. One that only left for a rebalance goes on."""
-        for source in sorted(sources):
-            if source in self.partitions or topic_of(source)[0] not in DELIVERED:
-                continue
-            partition = self._parked.pop(source, None)
-            if partition is not None and partition.is_newest():
-                partition.catch_up()
-            else:
-                partition = self._partition(source)
-                partition.recover()
-            with self._lock:
-                self.partitions[source] = partition
-            if partition.metrics.records:
-                _log.info(
-                    "%s: folded %d records that waited, in %.1f s",
-                    source, partition.metrics.records, partition.metrics.recovery_s,
-                )  # fmt: skip
+    def leave(self, sources: Sequence[str]) -> None:
+        """Note that sources are being taken away; ``give_up`` follows. May be called from any thread."""
+        with self._lock:
+            self._leaving.update(sources)
+            for source in sources:
+                self._expected.pop(source, None)
 
     def give_up(self, sources: Sequence[str]) -> None:
-        """Give sources up; what was folded is made durable first, as far as possible."""
+        """Give sources up; what was folded is made durable first, as far as possible. A rebalance takes all away and gives
+        most back: they are kept aside until it is known which."""
+        self.leave(sources)
         for source in sources:
             with self._lock:
                 partition = self.partitions.pop(source, None)
-            if partition is not None:
-                try:
-                    partition.flush()
-                    self._parked[source] = partition
-                except TransientError as exc:
-                    _log.warning("%s: last snapshot was not written: %s", source, exc.message)
+            if partition is not None and partition.flush():
+                self._parked[source] = partition
+
+    def _take_expected(self) -> None:
+        """Take over what was assigned: recover the state and fold what waits. What only left for a rebalance goes on."""
+        while self._expected and not self._stop.is_set():
+            source = min(self._expected, key=_order)
+            partition = self._parked.pop(source, None)
+            if partition is None or not partition.is_newest():
+                partition = self._partition(source)
+                partition.recover()
+                self.recoveries += 1
+                self.recovery_s = max(self.recovery_s, partition.metrics.recovery_s)
+                if partition.metrics.records:
+                    _log.info(
+                        "%s: folded %d records that waited, in %.1f s",
+                        source, partition.metrics.records, partition.metrics.recovery_s,
+                    )  # fmt: skip
+            else:
+                partition.catch_up()
+            with self._lock:
+                if self._expected.pop(source, source) is None and source not in self._leaving:
+                    self.partitions[source] = partition
+            if not self._expected:
+                self._parked.clear()
 
     def _partition(self, source: str) -> Partition:
         topic, number = topic_of(source)
         stage: Stage
         pipeline = self._settings.pipeline
+        name = ""
         if topic == topics.OPERATIONS:
             stage = ShardStage(pipeline, number, self._count)
         elif topic == topics.LESSONS:
-            stage = ValueStage(pipeline, lessons=(source,))
-            stage.name = f"value-{number}-of-{self._count}"
+            stage = ValueStage(pipeline, lessons=(alone(source),))
+            name = f"value-{number}-of-{self._count}"
         else:
             stage = NormaliseStage(self._count)
-        chain = self._snapshots.open(stage.name) if not isinstance(stage, NormaliseStage) else None
+            name = f"normalise-{topic}-{number}"
         return Partition(
-            stage, self._log, chain, self._clock, batch_max=self._settings.process.batch_max,
-            stopping=self._stop.is_set, keep_content=self._settings.content.training,
+            source, stage, self._log, self._snapshots.open(name or stage.name), self._clock,
+            batch_max=self._settings.process.batch_max,
+            stopping=lambda: self._stop.is_set() or source in self._leaving,
+            keep_content=self._settings.content.training,
         )  # fmt: skip
 
     # ------------------------------------------------------------ work
 
     def offer(self, source: str, records: Sequence[LogRecord]) -> None:
-        """Fold delivered records."""
+        """Fold delivered records. Those of a source that is not (or no more, or not yet) taken over are left to the log."""
         partition = self.partitions.get(source)
-        if partition is None:
-            self.take([source])
-            partition = self.partitions[source]
-        partition.metrics.waiting = len(records)
-        partition.offer(records)
-        partition.metrics.waiting = 0
+        if partition is not None:
+            partition.offer(records)
+
+    def ends(self, ends: Mapping[str, int]) -> None:
+        """Take note of the last offsets on sources as an engine knows them."""
+        for source, end in ends.items():
+            partition = self.partitions.get(source)
+            if partition is not None:
+                partition.sees(end)
 
     def tick(self) -> None:
-        """Timers, news on ``models``, snapshots that are due."""
-        now = time.monotonic()
-        expected, self._expected = self._expected, []
-        self.take(expected)
-        if now - self._models_at > MODELS_EVERY_S:
-            self._models_at = now
-            self._follow_models()
-        look = now - self._looked_at > LOOK_EVERY_S
-        for source, partition in list(self.partitions.items()):
-            if look and topic_of(source)[0] in (topics.OPERATIONS, topics.LESSONS):
-                if now - partition.metrics.progress_at > LOOK_EVERY_S:
-                    partition.catch_up()  # an engine that forgot a partition after a rebalance costs seconds, not records
-                self._looked_at = now
-            partition.tick()
-        if now - self._flushed_at > self._settings.process.snapshot_every_s:
-            self._flushed_at = now
-            for partition in list(self.partitions.values()):
-                partition.flush()
+        """Take over what was assigned; timers, news on ``models``, snapshots that are due."""
+        try:
+            self._take_expected()
+            now = time.monotonic()
+            if now - self._models_at > MODELS_EVERY_S:
+                self._models_at = now
+                self._follow_models()
+            for source, partition in list(self.partitions.items()):
+                self._look(source, partition, now)
+                partition.tick()
+        except TransientError as exc:
+            if not self._stop.is_set():
+                _log.warning("%s; tried again", exc.message)
+        if time.monotonic() - self._flushed_at > self._settings.process.snapshot_every_s:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write a snapshot of every partition that changed."""
+        for partition in list(self.partitions.values()):
+            partition.flush()
+        self._flushed_at = time.monotonic()
+
+    def _look(self, source: str, partition: Partition, now: float) -> None:
+        """An engine that forgot a partition after a rebalance costs seconds, not records."""
+        quiet_since = max(partition.metrics.since, self._looked.get(source, 0.0))
+        if partition.is_at_end() or now - quiet_since < LOOK_EVERY_S:
+            return
+        self._looked[source] = now
+        found = partition.catch_up()
+        if found:
+            _log.warning("%s: %d records were read from the log that nobody delivered", source, found)
 
     def _follow_models(self) -> None:
         """Give news on ``models`` to every shard; each drops what its state contains."""
         shards = [p for p in self.partitions.values() if topics.MODELS in p.stage.topics]
-        records = self._log.read([topics.MODELS], {topics.MODELS: self._models}, 100) if shards else []
+        after = {topics.MODELS: self._models} if self._models >= 0 else {}
+        records = self._log.read([topics.MODELS], after, 100) if shards else []
         if records:
             for partition in shards:
                 partition.offer(records)
@@ -194,40 +233,32 @@ class Workers:
             for source, p in partitions.items()
         }
 
-    def lag(self) -> dict[str, int]:
-        """Records behind each source's state. Asks the brokers."""
-        found: dict[str, int] = {}
-        for source in list(self.partitions):
-            partition = self.partitions.get(source)
-            if partition is not None and topic_of(source)[0] in (topics.OPERATIONS, topics.LESSONS):
-                with contextlib.suppress(TransientError):
-                    found[source] = max(0, self._log.end(source) - partition.offsets.get(source, -1))
-        return found
-
     def stalled(self) -> dict[str, float]:
-        """Sources whose records wait without progress for longer than process.stall_s, with how long."""
+        """Sources with work and without progress for longer than process.stall_s, with how long."""
         now = time.monotonic()
-        return {
-            source: round(now - partition.metrics.progress_at, 1)
-            for source, partition in list(self.partitions.items())
-            if partition.metrics.waiting
-            and now - partition.metrics.progress_at > self._settings.process.stall_s
-        }
+        with self._lock:
+            partitions = dict(self.partitions)
+        waits = {source: now - p.metrics.since for source, p in partitions.items() if p.metrics.since}
+        return {s: round(wait, 1) for s, wait in waits.items() if wait > self._settings.process.stall_s}
 
     def write_status(self, path: Path) -> None:
         """pipeline.json, for ``spanloop up`` and people."""
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        status = {
+            "pid": os.getpid(),
+            "t_ns": self._clock.now_ns(),
+            "recoveries": self.recoveries,
+            "recovery_s": round(self.recovery_s, 3),
+            "stages": self.status(),
+            "stalled": self.stalled(),
+        }
         try:
-            temporary.write_text(
-                json.dumps(
-                    {
-                        "pid": os.getpid(),
-                        "t_ns": self._clock.now_ns(),
-                        "stages": self.status(),
-                        "stalled": self.stalled(),
-                    }
-                )
-            )
+            temporary.write_text(json.dumps(status))
             os.replace(temporary, path)
         except OSError as exc:
             _log.warning("cannot write %s: %s", path, exc)
+
+
+def _order(source: str) -> tuple[int, str]:
+    """What others wait for comes last: a shard's backlog is longest."""
+    return DELIVERED.index(topic_of(source)[0]), source
