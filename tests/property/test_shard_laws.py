@@ -154,6 +154,15 @@ def test_a_revision_has_one_content_and_samples_are_built_once(spans, partitions
             assert known == record.value
 
 
+@LAW
+@given(forests, partition_counts, seeds)
+def test_undisturbed_nothing_is_published_twice(spans, partitions, seed):
+    world = _partitioned(_sources(spans), partitions, seed)
+    for topic in (topics.ORCHESTRATIONS, topics.REWARDS, topics.CREDITS, topics.SAMPLES):
+        names = [record.event_id for record in world.log.all(topic)]
+        assert len(names) == len(set(names))
+
+
 def test_the_simulator_disturbs_its_worlds():
     """The laws above are worth something only if workers crash and orchestrations move between partitions."""
     spans = [span for batch in read_spans(DESK) for span in batch.spans]
@@ -161,7 +170,7 @@ def test_the_simulator_disturbs_its_worlds():
     spans.append(
         Span(hex32(2), hex16(2), "x", 1, 2, attributes={"gen_ai.operation.name": "chat"}, links=links)
     )
-    world = _partitioned(_sources(spans), 3, 5, repeat=0.2, crash=0.1)
+    world = _partitioned(_sources(spans), 3, 5, repeat=0.2, crash=0.3)
     assert world.num_crashes > 3
     kinds = {type(decode(r.value)).__name__ for r in world.log.all(topics.OPERATIONS)}
     assert {"OperationsRead", "TracesJoined", "OperationsMoved", "OrchestrationPlaced"} <= kinds
