@@ -12,6 +12,7 @@ import argparse
 import math
 import multiprocessing
 import re
+import resource
 import shutil
 import tempfile
 import threading
@@ -72,7 +73,8 @@ def _template(*, joined: bool, outcome: float) -> dict[str, list[NewRecord]]:
                 calls.append(_gateway(spans[-1]))
     trace = spans[0].trace_id
     events = [
-        SpansReceived(trace_id=trace, spans=tuple(spans[at : at + PER_RECORD])) for at in range(0, len(spans), PER_RECORD)
+        SpansReceived(trace_id=trace, spans=tuple(spans[at : at + PER_RECORD]))
+        for at in range(0, len(spans), PER_RECORD)
     ]
     events += [SpansReceived(trace_id=span.trace_id, spans=(span,), source="gateway") for span in calls]
     feedback = FeedbackReceived(
@@ -107,7 +109,9 @@ def _texts(values: list[bytes], numbers: np.ndarray, type_: pa.DataType) -> pa.A
                 token, at = token[8:], at + 8
             if token.isdigit() and len(token) == 19:
                 continue
-            mixed = np.uint64(int(token[:_FRESH], 16)) ^ (numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+            mixed = np.uint64(int(token[:_FRESH], 16)) ^ (
+                numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+            )
             with np.errstate(over="ignore"):
                 mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
                 mixed ^= mixed >> np.uint64(27)
@@ -117,7 +121,9 @@ def _texts(values: list[bytes], numbers: np.ndarray, type_: pa.DataType) -> pa.A
     data = np.concatenate(columns, axis=1)
     offsets = np.concatenate([[0], np.cumsum(np.tile([len(v) for v in values], len(numbers)))])
     large = pa.large_binary() if pa.types.is_binary(type_) else pa.large_string()
-    made = pa.Array.from_buffers(large, len(offsets) - 1, [None, pa.py_buffer(offsets.astype(np.int64)), pa.py_buffer(data.ravel())])
+    made = pa.Array.from_buffers(
+        large, len(offsets) - 1, [None, pa.py_buffer(offsets.astype(np.int64)), pa.py_buffer(data.ravel())]
+    )
     return made.cast(type_)
 
 
@@ -126,15 +132,18 @@ def make_archive(folder: Path, spans: int) -> tuple[ArchiveStore, int]:
     store = ArchiveStore(LocalFiles(folder), ManualClock(T0))
     made = [_template(joined=n == 0, outcome=n / JOINED_EVERY) for n in range(JOINED_EVERY)]
     orchestrations = max(1, round(spans / 19.4))
-    at = {topic: 0 for topic in made[0]}
+    at = dict.fromkeys(made[0], 0)
     for first in range(0, orchestrations, RANGE_ORCHESTRATIONS):
         numbers = np.arange(first, min(first + RANGE_ORCHESTRATIONS, orchestrations))
         for topic in made[0]:
             parts = [
-                _raw(topic, template[topic], numbers[numbers % JOINED_EVERY == n]) for n, template in enumerate(made)
+                _raw(topic, template[topic], numbers[numbers % JOINED_EVERY == n])
+                for n, template in enumerate(made)
             ]
             table = pa.concat_tables(parts)
-            table = table.take(pa.array(np.argsort(table["appended_ns"].to_numpy(), kind="stable"))).combine_chunks()
+            table = table.take(
+                pa.array(np.argsort(table["appended_ns"].to_numpy(), kind="stable"))
+            ).combine_chunks()
             rows = table.num_rows
             table = table.set_column(2, "offset", pa.array(np.arange(at[topic], at[topic] + rows)))
             attempt = Attempt(store.files, topic, 0, at[topic], at[topic] + rows - 1)
@@ -200,6 +209,11 @@ def _rss(path: str) -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))) * 1024
 
 
+def _cpu() -> float:
+    """CPU seconds of this process and its children that ended."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
 def _replay(folder: Path, workers: int, name: str) -> dict[str, Any]:
     """One replay in a process of its own, so that memory is its own."""
     from spanloop.pipeline.replay.driver import replay
@@ -213,15 +227,15 @@ def _replay(folder: Path, workers: int, name: str) -> dict[str, Any]:
     def tell(now: Any) -> None:
         phases[now.phase] = round(now.seconds, 1)
 
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), _cpu()
     with Memory() as memory:
         manifest = replay(plan, store, folder / "replays", workers=workers, tell=tell)
-    seconds = time.perf_counter() - began
+    seconds, cpu = time.perf_counter() - began, _cpu() - cpu
     shutil.rmtree(folder / "replays")
     counts = manifest.counts
     return {
         "spans": counts.spans, "orchestrations": counts.orchestrations, "credited": counts.credited, "workers": workers,
-        "buckets": plan.buckets, "seconds": round(seconds, 1), "spans_per_s": round(counts.spans / seconds),
+        "cpu_us_per_span": round(cpu / counts.spans * 1e6, 1), "buckets": plan.buckets, "seconds": round(seconds, 1), "spans_per_s": round(counts.spans / seconds),
         "peak_rss_mib": round(memory.peak / 2**20), "phases_s": phases,
         "result_mib": round(sum(part.bytes for part in manifest.parts) / 2**20),
     }  # fmt: skip
@@ -235,24 +249,27 @@ def _embedded(folder: Path) -> dict[str, Any]:
     log, store = MemoryLog(clock), ArchiveStore(LocalFiles(folder / "archive"))
     for topic in (topics.SPANS, topics.FEEDBACK):
         for chunk in plan_chunks(store, topic):
-            log.append([NewRecord(topic, at.key, f"{at.offset}", value) for at, value in records(store, chunk)])
+            log.append(
+                [NewRecord(topic, at.key, f"{at.offset}", value) for at, value in records(store, chunk)]
+            )
     found: dict[str, Any] = {}
-    for label, stages in (("all stages", build_stages(settings.pipeline)), ("no value models", build_stages(settings.pipeline)[:2])):
+    for label, stages in (
+        ("all stages", build_stages(settings.pipeline)),
+        ("no value models", build_stages(settings.pipeline)[:2]),
+    ):
         own = MemoryLog(clock)
-        own._topics, own._offsets, own._next = {k: list(v) for k, v in log._topics.items()}, dict(log._offsets), log._next
+        own._topics, own._offsets, own._next = (
+            {k: list(v) for k, v in log._topics.items()},
+            dict(log._offsets),
+            log._next,
+        )
         collect_rarely()
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         run_to_end(stages, own, MemoryState(own), clock)
-        seconds = time.perf_counter() - began
-        spans = sum(1 for _ in own.read([topics.ORCHESTRATIONS], {}, 10**9))
-        found[label] = {"orchestrations": spans, "seconds": round(seconds, 1)}
+        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+        count = len(own.read([topics.ORCHESTRATIONS], {}, 10**9))
+        found[label] = {"orchestrations": count, "seconds": round(seconds, 1), "cpu_s": round(cpu, 1)}
     return found
-
-
-def _apart(function: Any, *arguments: Any) -> Any:
-    """Run in a fresh process."""
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        return pool.apply(function, arguments)
 
 
 def _in_process(queue: Any, function: Any, arguments: Any) -> None:
@@ -299,9 +316,11 @@ def main() -> None:
     if len(logs) > 1:
         figures["exponent"] = round(float(np.polyfit(*zip(*logs, strict=True), 1)[0]), 3)
     single = next(run for run in runs if run["workers"] == 1)
-    for label, run in embedded.items():
+    for run in embedded.values():
         run["spans_per_s"] = round(single["spans"] / run["seconds"])
+        run["cpu_us_per_span"] = round(run["cpu_s"] / single["spans"] * 1e6, 1)
         run["replay_on_one_core"] = round(single["spans_per_s"] / run["spans_per_s"], 2)
+        run["replay_by_cpu"] = round(run["cpu_us_per_span"] / single["cpu_us_per_span"], 2)
     figures["embedded"] = embedded
     if options.no_write:
         print(msgspec.json.format(msgspec.json.encode(figures)).decode())

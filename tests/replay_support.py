@@ -14,7 +14,7 @@ from spanloop.pipeline.ports import new_record
 from spanloop.pipeline.replay.driver import replay
 from spanloop.pipeline.replay.plan import make_plan
 from spanloop.pipeline.replay.results import ResultSet, credit_hash, rewards_hash
-from spanloop.pipeline.runtimes.embedded import run_to_end
+from spanloop.pipeline.runtimes.embedded import EmbeddedRuntime
 from spanloop.pipeline.runtimes.process import build_stages
 from spanloop.pipeline.state.memory import MemoryState
 from spanloop.schemas import topics
@@ -34,7 +34,9 @@ T0 = 1_790_000_000_000_000_000
 HASHES = ("content_hash", "rewards_hash", "credit_hash")
 
 
-def batches(spans: Iterable[Span], *, size: int = 4, source: str = "import", tenant: str = "default") -> list[Event]:
+def batches(
+    spans: Iterable[Span], *, size: int = 4, source: str = "import", tenant: str = "default"
+) -> list[Event]:
     """Spans as records of one trace each, so many spans at once."""
     by_trace: dict[str, list[Span]] = {}
     for span in spans:
@@ -51,15 +53,19 @@ def settings_of(workspace: Path, **pipeline: object) -> Settings:
 
 
 def published(settings: Settings, *groups: Sequence[Event]) -> MemoryLog:
-    """A log with these events, one group after the other, and what the embedded runtime made of them."""
+    """A log with these events, one group after the other, and what the embedded runtime made of each before the next."""
     clock = ManualClock(T0)
     log = MemoryLog(clock)
-    state = MemoryState(log)
+    runtime = EmbeddedRuntime(build_stages(settings.pipeline), log, MemoryState(log), clock, batch_max=40)
+    runtime.restore()
     for events in groups:
         for at in range(0, len(events), 50):
             log.append([new_record(event) for event in events[at : at + 50]])
             clock.advance(seconds=0.01)
-        run_to_end(build_stages(settings.pipeline), log, state, clock)
+        for wait in (0.0, 400.0, 0.0):
+            clock.advance(seconds=wait)
+            while runtime.step():
+                pass
     return log
 
 
@@ -91,11 +97,16 @@ def expected(log: MemoryLog) -> dict[str, tuple[str, str, str]]:
     return found
 
 
-def run(settings: Settings, store: ArchiveStore, name: str = "one", *, workers: int = 1, **options) -> ResultSet:
+def run(
+    settings: Settings, store: ArchiveStore, name: str = "one", *, workers: int = 1, **options
+) -> ResultSet:
     plan = make_plan(settings, store, name=name, **options)
     replay(plan, store, settings.workspace / "replays", workers=workers)
     return ResultSet(settings.workspace / "replays" / name)
 
 
 def hashes(found: ResultSet) -> dict[str, tuple[str, str, str]]:
-    return {row["orchestration_id"]: tuple(row[name] for name in HASHES) for row in found.rows(["orchestration_id", *HASHES])}
+    return {
+        row["orchestration_id"]: tuple(row[name] for name in HASHES)
+        for row in found.rows(["orchestration_id", *HASHES])
+    }

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
+from spanloop.schemas.errors import ConfigError
 from spanloop.schemas.settings import Settings, load_settings
+
+if TYPE_CHECKING:
+    from spanloop.pipeline.verify import Verified
 
 __all__ = ["config", "doctor", "up", "verify"]
 
@@ -153,37 +158,78 @@ def doctor(config_file: Path | None, workspace: Path | None, as_json: bool) -> N
 @click.command()
 @_CONFIG
 @_WORKSPACE
+@click.option("--archive", "archived", is_flag=True, help="Replay the archive with Beam; over Kafka always.")
+@click.option(
+    "--from",
+    "since",
+    default="",
+    metavar="TIME",
+    help="With --archive: orchestrations that began then or later.",
+)
+@click.option(
+    "--to",
+    "until",
+    default="",
+    metavar="TIME",
+    help="With --archive: UTC day (to its end) or time (exclusive).",
+)
+@click.option("--workers", type=click.IntRange(1), help="With --archive: processes.  [default: one a core]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-def verify(config_file: Path | None, workspace: Path | None, as_json: bool) -> None:
+def verify(
+    *, config_file: Path | None, workspace: Path | None, archived: bool, since: str, until: str, workers: int | None, as_json: bool
+) -> None:  # fmt: skip
     """Rebuild orchestrations, rewards and credit from spans, feedback and value models, and compare with the log.
 
     Compared is the content of each orchestration's last revision, by hash. Give the settings that the pipeline runs
-    with. Nothing is written. Exit code 1: something differs; the ids are printed.
+    with. Nothing is written. With --archive, and over Kafka, the archive is replayed and compared with what it holds of
+    the derived topics. Exit code 1: something differs; the ids are printed.
 
     \b
     spanloop verify
     spanloop verify --config spanloop.toml --json
+    spanloop verify --archive --from 2026-11-01 --to 2026-11-30
     """
     os.environ.setdefault(
         "OMP_NUM_THREADS", "1"
     )  # before numpy is imported: small matrices, maybe a busy machine
+    settings = _settings(config_file, workspace)
+    archived = archived or bool(settings.bootstrap_servers)
+    if (since or until) and not archived:
+        raise ConfigError("--from and --to go with --archive: the embedded log is verified as a whole")
+    if archived:
+        from spanloop.pipeline.archive.raw import ArchiveStore
+        from spanloop.pipeline.replay.checking import verify_archive
+        from spanloop.pipeline.replay.cli import teller
 
+        found = verify_archive(
+            settings, ArchiveStore.open(settings), settings.workspace / "replays", time.time_ns(), since=since, until=until,
+            workers=workers or os.cpu_count() or 1, tell=teller(quiet=as_json),
+        )  # fmt: skip
+    else:
+        found = _verify_log(settings)
+    if as_json:
+        _print_json(found)
+    else:
+        _print_verified(found)
+    sys.exit(1 if found.differences else 0)
+
+
+def _verify_log(settings: Settings) -> Verified:
     from spanloop.pipeline.clock import SystemClock
     from spanloop.pipeline.log.sqlite import SqliteLog
     from spanloop.pipeline.state.sqlite import SqliteState
     from spanloop.pipeline.verify import verify as replay
 
-    settings = _settings(config_file, workspace)
     log = SqliteLog(settings.database, create=False)
     state = SqliteState(settings.database, create=False)
     try:
-        found = replay(log, state, settings.pipeline, SystemClock())
+        return replay(log, state, settings.pipeline, SystemClock())
     finally:
         log.close()
         state.close()
-    if as_json:
-        _print_json(found)
-        sys.exit(1 if found.differences else 0)
+
+
+def _print_verified(found: Verified) -> None:
     for item in found.differences:
         click.echo(
             f"differs  {item.orchestration_id}  {item.what}  recorded {item.recorded or '-'}  replayed {item.replayed or '-'}"
@@ -205,4 +251,3 @@ def verify(config_file: Path | None, workspace: Path | None, as_json: bool) -> N
         click.echo(
             "  were the settings of [pipeline] changed since? verify replays with the ones given", err=True
         )
-    sys.exit(1 if found.differences else 0)

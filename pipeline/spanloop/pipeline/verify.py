@@ -3,7 +3,8 @@
 The sources are spans, feedback and the value models' recorded versions, up to the offsets that the pipeline has folded.
 Spans are assembled afresh; rewards and credit of each orchestration are derived afresh with the version of the value model
 that its credit names. Compared is the content of the last revisions, by hash: revision numbers, provisional or final,
-and times of processing are no content. Nothing is written.
+and times of processing are no content. Nothing is written. Over Kafka, where the state is in the workers' snapshots, and over an
+archive see ``replay.checking``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import msgspec
 from spanloop.pipeline.log.memory import MemoryLog
 from spanloop.pipeline.log.scan import scan
 from spanloop.pipeline.ports import Appended, Clock, Log, LogRecord, NewRecord, StateStore
+from spanloop.pipeline.replay.hashes import credit_hash, rewards_hash
 from spanloop.pipeline.runtimes.embedded import run_to_end
 from spanloop.pipeline.state.memory import MemoryState
 from spanloop.schemas import topics
@@ -295,11 +297,11 @@ def _compare_derived(
             model=models.get(name),
         )  # fmt: skip
         found.rewards += 1
-        hashes = _rewards_hash(rewards.get(key)), _rewards_hash(again.rewards)
+        hashes = rewards_hash(rewards.get(key)), rewards_hash(again.rewards)
         _compare(found, key, "rewards", hashes)
         if credit is not None or again.credit is not None:
             found.credits += 1
-            _compare(found, key, "credit", (_credit_hash(credit), _credit_hash(again.credit)))
+            _compare(found, key, "credit", (credit_hash(credit), credit_hash(again.credit)))
     found.models = len(models)
 
 
@@ -339,20 +341,3 @@ def _feedback(
 def _compare(found: Verified, key: _Key, what: str, hashes: tuple[str, str]) -> None:
     if hashes[0] != hashes[1]:
         found.differences.append(Difference(*key, what, *hashes))
-
-
-def _rewards_hash(event: RewardsComputed | None) -> str:
-    """Hash of the rewards' content; revisions, provisional and final are not content."""
-    if event is None:
-        return ""
-    rewards = tuple(msgspec.structs.replace(reward, status="") for reward in event.rewards)
-    return content_hash(
-        msgspec.structs.replace(event, revision=0, orchestration_revision=0, status="", rewards=rewards)
-    )
-
-
-def _credit_hash(event: CreditAssigned | None) -> str:
-    """Hash of the ledger, the version of the value model included; void credit is no credit."""
-    if event is None or not event.nodes:
-        return ""
-    return content_hash(msgspec.structs.replace(event, revision=0, orchestration_revision=0))

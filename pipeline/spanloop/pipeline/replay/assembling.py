@@ -48,7 +48,7 @@ class Assembled(msgspec.Struct):
     first_ns: int
     """When its first spans were appended."""
     touched_ns: int
-    """When its last spans were appended."""
+    """When its last spans or feedback were appended."""
     feedback: list[FeedbackReceived]
     recorded: dict[str, VersionRow]
     """Last of each derived topic."""
@@ -113,7 +113,7 @@ def assemble(encoded: Iterable[bytes]) -> Group:
         complete=component.complete,
         spans=count,
         first_ns=min(row.appended_ns for row in spans),
-        touched_ns=max(row.appended_ns for row in spans),
+        touched_ns=max(row.appended_ns for row in (*spans, *feedback)),
         feedback=mine,
         recorded=recorded,
         late=any(row.topic == topics.DEAD_LETTERS for row in last.values()),

@@ -149,6 +149,7 @@ def run_step(work: Path, kind: str, *arguments: Any) -> None:
         from spanloop.pipeline.runtimes.collecting import collect_rarely
 
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        progress.quiet_beam()
         from spanloop.pipeline.replay.transforms import run_bucket
 
         collect_rarely()
@@ -183,7 +184,7 @@ def replay(
     """
     folder = root / plan.name
     work = folder / WORK
-    with _alone(root, plan.name):
+    with alone(root, plan.name):
         if restart:
             shutil.rmtree(folder, ignore_errors=True)
         began = time.monotonic()
@@ -204,7 +205,7 @@ def replay(
 
 
 @contextlib.contextmanager
-def _alone(root: Path, name: str) -> Iterator[None]:
+def alone(root: Path, name: str) -> Iterator[None]:
     """One driver a name; the kernel frees the lock of a killed one."""
     root.mkdir(parents=True, exist_ok=True)
     handle = os.open(root / f".{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -158,7 +158,7 @@ def feedback(work: Path) -> None:
         if node is None:
             step.counts.feedback_unmatched += 1
         else:
-            rows.append((node, encode_row(FeedbackRow(at.partition, at.offset, value))))
+            rows.append((node, encode_row(FeedbackRow(at.partition, at.offset, at.appended_ns, value))))
     for label, row in labelled(rows, labels):
         spill.add(label, row)
     step.counts.bad = len(step.bad)

@@ -1,10 +1,11 @@
-"""How far the workers of a replay are: three numbers that all of them count up."""
+"""What a replay shows: three numbers that all of its workers count up, and nothing that Beam says of itself when imported."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
-__all__ = ["advance", "attach"]
+__all__ = ["advance", "attach", "quiet_beam"]
 
 _counters: Any = None
 
@@ -22,3 +23,12 @@ def advance(steps: int, spans: int = 0, orchestrations: int = 0) -> None:
             _counters[0] += steps
             _counters[1] += spans
             _counters[2] += orchestrations
+
+
+def quiet_beam() -> None:
+    """Call before Beam is imported: it warns of a Google library that nothing here needs."""
+    logging.getLogger().addFilter(_no_apitools)
+
+
+def _no_apitools(record: logging.LogRecord) -> bool:
+    return "apitools not found" not in str(record.msg)

@@ -72,6 +72,7 @@ class FeedbackRow(msgspec.Struct, frozen=True, array_like=True, tag="f"):
 
     partition: int
     offset: int
+    appended_ns: int
     event: bytes
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from spanloop.pipeline.replay.hashes import credit_hash, rewards_hash
 from spanloop.pipeline.replay.reading import (
     Bad,
     Position,
@@ -19,7 +20,6 @@ from spanloop.pipeline.replay.reading import (
     encode_row,
     node_of,
 )
-from spanloop.pipeline.replay.results import credit_hash, rewards_hash
 from spanloop.schemas import topics
 from spanloop.schemas.canonical import content_hash
 from spanloop.schemas.errors import SchemaError

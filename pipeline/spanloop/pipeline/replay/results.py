@@ -24,9 +24,9 @@ import pyarrow.parquet as pq
 
 import spanloop.schemas
 from spanloop.pipeline.archive.files import Files, LocalFiles
-from spanloop.schemas.canonical import bytes_hash, canonical_json, content_hash
+from spanloop.pipeline.replay.hashes import credit_hash, rewards_hash, samples_hash
+from spanloop.schemas.canonical import bytes_hash, canonical_json
 from spanloop.schemas.errors import ConfigError, TerminalError
-from spanloop.schemas.events import CreditAssigned, RewardsComputed, SamplesBuilt
 
 if TYPE_CHECKING:
     from spanloop.pipeline.replay.assembling import Assembled
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from spanloop.pipeline.signal import Signal
 
 __all__ = [
-    "SCHEMA", "Counts", "Manifest", "Part", "PartWriter", "Result", "ResultSet", "check_name", "code_version", "credit_hash",
-    "missing", "result_of", "rewards_hash", "samples_hash",
+    "RECORDED", "SCHEMA", "Counts", "Manifest", "Part", "PartWriter", "Result", "ResultSet", "check_name", "code_version",
+    "missing", "result_of",
 ]  # fmt: skip
 
 SCHEMA = pa.schema(
@@ -63,6 +63,8 @@ SCHEMA = pa.schema(
         ("samples", pa.binary()),
     ]
 )
+RECORDED = "recorded"
+"""Name that stands for what the stream published."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _ROW_GROUP_BYTES = 16 * 2**20
 _DECIDES = ("assembly", "credit", "dialects", "replay", "rewards", "held.py", "samples.py", "signal.py")
@@ -105,7 +107,7 @@ def result_of(item: Assembled, signal: Signal, version: str, problem: str) -> Re
     content = canonical_json(item.content)
     credit = signal.credit if not problem else None
     samples = signal.samples if not problem else None
-    recorded = {topic: row for topic, row in item.recorded.items() if row.hash}
+    recorded = {topic: row for topic, row in item.recorded.items() if row.told or row.hash}
     return Result(
         tenant=item.content.tenant,
         orchestration_id=item.content.orchestration_id,
@@ -138,30 +140,6 @@ def missing(row: VersionRow) -> Result:
         row.tenant, row.orchestration_id, row.complete, 0, row.appended_ns, row.appended_ns, False, 0, "", "", None, "",
         "", "", "", "", recorded, b"", b"", b"", b"",
     )  # fmt: skip
-
-
-def rewards_hash(event: RewardsComputed | None) -> str:
-    """Hash of the rewards' content; revisions, provisional and final are not content."""
-    if event is None:
-        return ""
-    rewards = tuple(msgspec.structs.replace(reward, status="") for reward in event.rewards)
-    return content_hash(
-        msgspec.structs.replace(event, revision=0, orchestration_revision=0, status="", rewards=rewards)
-    )
-
-
-def credit_hash(event: CreditAssigned | None) -> str:
-    """Hash of the ledger, the version of the value model included; void credit is no credit."""
-    if event is None or not event.nodes:
-        return ""
-    return content_hash(msgspec.structs.replace(event, revision=0, orchestration_revision=0))
-
-
-def samples_hash(event: SamplesBuilt | None) -> str:
-    """Hash of the training rows; samples without rows and reasons are none."""
-    if event is None or not (event.rows or event.excluded):
-        return ""
-    return content_hash(msgspec.structs.replace(event, revision=0))
 
 
 # ---------------------------------------------------------------- parts and manifest
@@ -241,8 +219,9 @@ class PartWriter:
     def __init__(self, files: Files, name: str, path: str) -> None:
         self._files, self._name, self._path = files, name, path
         self._sink = pa.BufferOutputStream()
+        dictionary: Any = ["tenant", "version", "status", "problem"]
         self._writer = pq.ParquetWriter(
-            self._sink, SCHEMA, compression="zstd", use_dictionary=["tenant", "version", "status", "problem"],
+            self._sink, SCHEMA, compression="zstd", use_dictionary=dictionary,
             write_page_checksum=True,
         )  # fmt: skip
         self._rows: list[Result] = []
@@ -277,7 +256,7 @@ class PartWriter:
 
 def check_name(name: str) -> str:
     """A name that can be a folder. Raises ConfigError."""
-    if not _NAME.fullmatch(name) or name == "recorded":
+    if not _NAME.fullmatch(name) or name == RECORDED:
         raise ConfigError(
             f"{name!r} cannot name a replay: letters, digits, . _ - and at most 100 of them; `recorded` stands for what the "
             "stream published"

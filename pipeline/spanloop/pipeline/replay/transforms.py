@@ -26,6 +26,7 @@ from typing import Any
 
 import apache_beam as beam
 import msgspec
+from apache_beam.pvalue import TaggedOutput
 from apache_beam.transforms.window import GlobalWindow
 from apache_beam.utils.windowed_value import WindowedValue
 
@@ -63,9 +64,7 @@ class Report(msgspec.Struct):
 
 
 def _at_end(value: Any) -> WindowedValue:
-    return GlobalWindow.windowed_value(value) if hasattr(GlobalWindow, "windowed_value") else WindowedValue(
-        value, 0, (GlobalWindow(),)
-    )  # fmt: skip
+    return WindowedValue(value, 0, (GlobalWindow(),))
 
 
 class Derive(beam.DoFn):
@@ -130,11 +129,11 @@ class Derive(beam.DoFn):
             counts.problems += bool(result.problem)
         return results
 
-    def finish_bundle(self) -> Iterator[Any]:
+    def finish_bundle(self) -> Any:
         """What still waits, and the report."""
         for result in self._counted(self._deriver.flush()):
             yield _at_end(result)
-        yield beam.pvalue.TaggedOutput(self.REPORT, _at_end(self._report))
+        yield TaggedOutput(self.REPORT, _at_end(self._report))
 
 
 def _bad_group(label: bytes, rows: list[bytes], problem: Exception) -> Bad:
@@ -166,7 +165,7 @@ class WriteParts(beam.DoFn):
             self._writer = PartWriter(self._files, self._folder, f"parts/{name}")
         self._writer.add(element)
 
-    def finish_bundle(self) -> Iterator[Any]:
+    def finish_bundle(self) -> Any:
         """Make the file."""
         part = self._writer.close() if self._writer is not None else None
         if part is not None:
@@ -225,7 +224,7 @@ def finish(
         | "derive" >> beam.ParDo(Derive(plan, url, endpoint)).with_outputs(Derive.REPORT, main="results")
     )  # fmt: skip
     parts = results.results | "write" >> beam.ParDo(WriteParts(url, endpoint, plan.name, prefix))
-    (
+    _ = (
         (parts, results[Derive.REPORT], *more)
         | "reports" >> beam.Flatten()
         | "sum" >> beam.CombineGlobally(SumReports())
@@ -258,7 +257,7 @@ def read_bucket(work: str, bucket: int) -> Iterator[Row]:
 
 def run_bucket(work: Path, bucket: int) -> None:
     """One bucket's pipeline in this process; its report is ``bucket-N.json`` in the work folder."""
-    from apache_beam.runners.portability.fn_api_runner import FnApiRunner
+    from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
 
     plan = load_plan(work)
     url = str(work.parent.parent)

@@ -105,7 +105,7 @@ class ReadFeedback(_Reading):
                 counts.feedback_expired += 1
                 continue
             node, key = feedback_target(event)
-            row = encode_row(FeedbackRow(at.partition, at.offset, value))
+            row = encode_row(FeedbackRow(at.partition, at.offset, at.appended_ns, value))
             if node is not None:
                 yield node, row
             else:
@@ -242,8 +242,12 @@ def build(pipeline: Any, plan: Plan, url: str, endpoint: str, report: str) -> No
         return pipeline | f"{name} chunks" >> beam.Create(found) | f"{name} spread" >> beam.Reshuffle()
 
     rows_type = tuple[bytes, bytes]
-    wanted = _as_set(chunks("targets", topics.FEEDBACK) | "targets" >> beam.ParDo(ReadTargets(plan)), "targets")
-    expired = _as_set(chunks("expired", topics.DEAD_LETTERS) | "expired" >> beam.ParDo(ReadExpired(plan)), "expired")
+    wanted = _as_set(
+        chunks("targets", topics.FEEDBACK) | "targets" >> beam.ParDo(ReadTargets(plan)), "targets"
+    )
+    expired = _as_set(
+        chunks("expired", topics.DEAD_LETTERS) | "expired" >> beam.ParDo(ReadExpired(plan)), "expired"
+    )
     spans = chunks("spans", topics.SPANS) | "read spans" >> beam.ParDo(ReadSpans(plan), wanted).with_outputs(
         *ReadSpans.OUTPUTS, main="rows"
     )
@@ -305,10 +309,14 @@ def replay_whole(
     except SpanloopError:
         raise
     except Exception as exc:
-        raise TerminalError(f"the pipeline on {runner} failed: {type(exc).__name__}: {str(exc)[-500:]}") from exc
+        raise TerminalError(
+            f"the pipeline on {runner} failed: {type(exc).__name__}: {str(exc)[-500:]}"
+        ) from exc
     seconds = (SystemClock().now_ns() - began_ns) / 1e9
     if found.bad:
-        files.write(f"{plan.name}/bad.jsonl", b"".join(msgspec.json.encode(item) + b"\n" for item in found.bad))
+        files.write(
+            f"{plan.name}/bad.jsonl", b"".join(msgspec.json.encode(item) + b"\n" for item in found.bad)
+        )
     manifest = manifest_of(plan, runner, found.counts, sorted(found.parts, key=lambda p: p.path), seconds)
     files.write(f"{plan.name}/manifest.json", msgspec.json.format(msgspec.json.encode(manifest), indent=1))
     files.delete(report)
