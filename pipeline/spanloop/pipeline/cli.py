@@ -6,13 +6,14 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
-from spanloop.schemas.errors import ConfigError
+from spanloop.schemas.errors import ConfigError, SpanloopError
 from spanloop.schemas.settings import Settings, load_settings
 
 if TYPE_CHECKING:
@@ -201,10 +202,12 @@ def verify(
         from spanloop.pipeline.replay.checking import verify_archive
         from spanloop.pipeline.replay.cli import teller
 
+        store = ArchiveStore.open(settings)
         found = verify_archive(
-            settings, ArchiveStore.open(settings), settings.workspace / "replays", time.time_ns(), since=since, until=until,
+            settings, store, settings.workspace / "replays", time.time_ns(), since=since, until=until,
             workers=workers or os.cpu_count() or 1, tell=teller(quiet=as_json),
         )  # fmt: skip
+        found.unread_records = _unarchived(settings, store.contained())
     else:
         found = _verify_log(settings)
     if as_json:
@@ -212,6 +215,22 @@ def verify(
     else:
         _print_verified(found)
     sys.exit(1 if found.differences else 0)
+
+
+def _unarchived(settings: Settings, contained: Mapping[str, int]) -> int:
+    """Records of spans that the archive has not yet, 0 where there is no log to ask."""
+    from spanloop.pipeline.log.open import open_log
+    from spanloop.pipeline.log.scan import scan
+    from spanloop.schemas import topics
+
+    try:
+        log = open_log(settings, create=False)
+    except SpanloopError:
+        return 0
+    try:
+        return sum(1 for _ in scan(log, [topics.SPANS], after=contained))
+    finally:
+        log.close()
 
 
 def _verify_log(settings: Settings) -> Verified:
@@ -243,7 +262,7 @@ def _print_verified(found: Verified) -> None:
         (found.open, "still open"),
         (found.behind, "not yet credited"),
         (found.late, "with spans later than the retention"),
-        (found.unread_records, "records of spans not yet assembled"),
+        (found.unread_records, "records of spans not yet assembled or archived"),
     ):
         if count:
             click.echo(f"  not compared: {count} {text}")

@@ -17,6 +17,8 @@ _SUMMARY = {
     "up": "Run collectors, pipeline, serving and learner as one supervised local system.",
     "assemble": "Turn a file of spans into orchestration traces, one a line.",
     "import": "Append a file of spans to a workspace's log.",
+    "replay": "Make orchestrations, rewards, credit and samples again from the archive, also under other rewards.",
+    "diff": "Compare two replays: what changes, and what the learner would have been taught.",
     "archive": "Keep the log as Parquet files, on disk or in S3; check, merge, show them.",
     "query": "Run SQL (DuckDB) over a workspace.",
     "traces": "List the orchestrations of a workspace.",
@@ -29,7 +31,7 @@ _SUMMARY = {
     "config": "Show settings with where each comes from.",
     "doctor": "Say what can be learned here, what is missing and which setting adds it.",
 }
-_EXTRA = {"aiohttp": "collect", "google": "collect", "opentelemetry": "collect", "duckdb": "pipeline", "pyarrow": "pipeline",
+_EXTRA = {"aiohttp": "collect", "google": "collect", "opentelemetry": "collect", "apache_beam": "replay", "duckdb": "pipeline", "pyarrow": "pipeline",
           "numpy": "pipeline", "rich": "pipeline", "torch": "learn", "mlflow": "learn", "safetensors": "learn",
           "pydantic_ai": "demo", "matplotlib": "demo"}  # fmt: skip
 
