@@ -182,10 +182,11 @@ def own_broker():
     own.stop()
 
 
-def test_a_broker_that_hangs_is_waited_for_and_the_same_log_goes_on(own_broker, monkeypatch):
-    monkeypatch.setattr("spanloop.pipeline.log.kafka.DELIVERY_S", 2.0)
+def test_a_broker_that_hangs_is_waited_for_and_the_same_log_goes_on(own_broker):
     log = KafkaLog(
-        own_broker.bootstrap, Kafka(prefix="p.", partitions=2, client={"socket.timeout.ms": "2000"})
+        own_broker.bootstrap,
+        Kafka(prefix="p.", partitions=2, client={"socket.timeout.ms": "2000"}),
+        delivery_s=2.0,
     )
     try:
         log.append(_records(3))
@@ -200,10 +201,9 @@ def test_a_broker_that_hangs_is_waited_for_and_the_same_log_goes_on(own_broker, 
         log.close()
 
 
-def test_a_broker_that_came_back_empty_stops_its_readers(own_broker, monkeypatch):
-    monkeypatch.setattr("spanloop.pipeline.log.kafka.DELIVERY_S", 2.0)
+def test_a_broker_that_came_back_empty_stops_its_readers(own_broker):
     of_kafka = Kafka(prefix="p.", partitions=2)
-    log = KafkaLog(own_broker.bootstrap, of_kafka)
+    log = KafkaLog(own_broker.bootstrap, of_kafka, delivery_s=2.0)
     try:
         log.append(_records(40))
         position = {r.source: r.offset for r in log.read(["spans"], {}, 100)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from spanloop.collectors.deadletters import dead_letter
@@ -43,8 +45,11 @@ class Intake:
         self._max_attribute_bytes = max_attribute_bytes
         self._keep_content = keep_content
 
-    def prepare(self, batch: DecodedBatch, *, tenant: str, source: str) -> Prepared:
-        """Records of ``batch``; the same batch gives the same records, hence the same event ids."""
+    def prepare(
+        self, batch: DecodedBatch, *, tenant: str, source: str, place: Mapping[str, object] | None = None
+    ) -> Prepared:
+        """Records of ``batch``; the same batch gives the same records, hence the same event ids. ``place``: where it came from,
+        for the dead letters."""
         traces: dict[str, list[bytes]] = {}
         for raw in batch.spans:
             encoded = self._encoded(self._redactor.span(raw))
@@ -55,7 +60,9 @@ class Intake:
             for part in _parts(spans)
         ]
         for rejected in batch.rejected:
-            letter = dead_letter(rejected, tenant=tenant, source=source, keep_content=self._keep_content)
+            letter = dead_letter(
+                rejected, tenant=tenant, source=source, keep_content=self._keep_content, place=place
+            )
             records.append(new_record(letter))
         return Prepared(records, len(batch.spans), list(traces))
 

@@ -31,17 +31,16 @@ from spanloop.schemas import topics
 from spanloop.schemas.errors import ConfigError, SchemaError, SpanloopError, TerminalError, TransientError
 from spanloop.schemas.settings import Kafka
 
-__all__ = ["EXACT", "KafkaLog", "partition_of", "partitions_of"]
+__all__ = ["EXACT", "TOPICS", "KafkaLog", "partition_of", "partitions_of"]
 
 EXACT = (topics.POLICIES, topics.MODELS)
 """Topics on which an event id is one record: promotions are decided by who was first."""
 DELIVERY_S = 30.0
-"""How long an append may wait for the brokers."""
 METADATA_S = 30.0
 READERS_MAX = 24
 READERS_SAME_MAX = 3
 """Readers of the same topics at different places."""
-_TOPICS = (*topics.ALL_TOPICS, *topics.INTERNAL)
+TOPICS = (*topics.ALL_TOPICS, *topics.INTERNAL)
 
 
 class KafkaLog:
@@ -54,6 +53,8 @@ class KafkaLog:
         create: make missing topics; False raises ConfigError when there are none yet.
         exact: topics on which an event id is one record.
         on_lost: what a read does where retention has deleted what comes next: "raise", or "skip" with a warning.
+        delivery_s: how long an append may wait for the brokers.
+        needs: topics that must be there; a client that may only write needs few.
 
     Raises:
         ConfigError: topics cannot be made or have another number of partitions, or credentials are refused.
@@ -69,6 +70,8 @@ class KafkaLog:
         create: bool = True,
         exact: Collection[str] = EXACT,
         on_lost: str = "raise",
+        delivery_s: float = DELIVERY_S,
+        needs: Sequence[str] = TOPICS,
     ) -> None:
         self.settings = settings
         self.cluster = Cluster(bootstrap_servers, settings)
@@ -77,6 +80,7 @@ class KafkaLog:
         self._clock: Clock = clock or SystemClock()
         self._exact = frozenset(exact)
         self._skip = on_lost == "skip"
+        self._delivery_s = delivery_s
         self._lock = threading.RLock()
         """Of producer, metadata and what was written. Never held while waiting for readers."""
         self._reading = threading.RLock()
@@ -91,15 +95,15 @@ class KafkaLog:
         self._groups: dict[str, Consumer] = {}
         self._ends: Consumer | None = None
         self._producer: Producer | None = None
-        self._prepare(create=create)
+        self._prepare(needs, create=create)
 
     # ------------------------------------------------------------ topics
 
-    def _prepare(self, *, create: bool) -> None:
+    def _prepare(self, needs: Sequence[str], *, create: bool) -> None:
         known = self.cluster.partitions()
-        self.cluster.check(known, _TOPICS)
-        missing = [topic for topic in _TOPICS if topic not in known]
-        if missing and not create and len(missing) == len(_TOPICS):
+        self.cluster.check(known, needs)
+        missing = [topic for topic in needs if topic not in known]
+        if missing and not create and len(missing) == len(needs):
             raise ConfigError(
                 f"no topics {self.settings.prefix}* on {self.cluster.servers}: nothing was recorded there yet; is "
                 "kafka.prefix right?"
@@ -182,7 +186,7 @@ class KafkaLog:
         ticket = _Ticket(len(records))
         for i, record in enumerate(records):
             self._hand_over(producer, record, stamp, ticket, i)
-        deadline = time.monotonic() + DELIVERY_S + 10
+        deadline = time.monotonic() + self._delivery_s + 10
         while ticket.waiting and time.monotonic() < deadline:
             producer.poll(0.01)  # it may be another thread that hears of our records
         if ticket.error is not None:
@@ -201,7 +205,7 @@ class KafkaLog:
         self, producer: Producer, record: NewRecord, stamp: bytes, ticket: _Ticket, i: int
     ) -> None:
         more: dict[str, Any] = {} if record.partition is None else {"partition": record.partition}
-        deadline = time.monotonic() + DELIVERY_S
+        deadline = time.monotonic() + self._delivery_s
         while True:
             try:
                 producer.produce(
@@ -228,7 +232,7 @@ class KafkaLog:
             if self._closed:
                 raise TerminalError("the log is closed; nothing was appended")
             if self._producer is None:
-                self._producer = self.cluster.producer(DELIVERY_S)
+                self._producer = self.cluster.producer(self._delivery_s)
             return self._producer
 
     def _failed(self, exc: KafkaException) -> SpanloopError:
@@ -326,7 +330,7 @@ class KafkaLog:
         found = {
             topic: sum(self.last(source) - self.first(source) + 1 for source in self.sources(topic))
             for topic in sorted(self.cluster.partitions())
-            if topic in _TOPICS
+            if topic in TOPICS
         }
         return {topic: count for topic, count in found.items() if count}
 
@@ -378,7 +382,7 @@ class KafkaLog:
 
     def committed(self, group: str) -> dict[str, int]:
         """Offsets last committed by ``group``."""
-        known = [source for topic in _TOPICS for source in self.sources(topic)]
+        known = [source for topic in TOPICS for source in self.sources(topic)]
         with self._reading:
             try:
                 found = self._group(group).committed(
@@ -401,7 +405,7 @@ class KafkaLog:
                 return
             self._closed = True
             if self._producer is not None:
-                self._producer.flush(DELIVERY_S)
+                self._producer.flush(self._delivery_s)
             ends = () if self._ends is None else (self._ends,)
             for part in (*self._readers, *self._indexes.values(), *self._groups.values(), *ends):
                 part.close()
