@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from spanloop.pipeline.log.scan import scan
-from spanloop.pipeline.ports import Log, LogRecord, source_of
+from spanloop.pipeline.ports import Log, LogRecord, alone, source_of, topic_of
 from spanloop.schemas import topics
 from spanloop.schemas.errors import ConfigError, SchemaError, TerminalError
 from spanloop.schemas.events import DeadLettered, FeedbackReceived, decode
@@ -189,8 +189,9 @@ class Originals:
         if place is None:
             return self._looked_up.get(letter.letter_id)
         source, offset = place
+        name = alone(source) if len(self._log.sources(topic_of(source)[0])) > 1 else source
         try:
-            records = self._log.read([source], {source: offset - 1} if offset else {}, 1)
+            records = self._log.read([name], {source: offset - 1} if offset else {}, 1)
         except TerminalError:  # deleted by retention
             return None
         if not records or records[0].offset != offset:

@@ -17,7 +17,10 @@ from spanloop.schemas.settings import Settings
 __all__ = ["run_loop"]
 
 WAIT_S = 0.02
-COMMIT_EVERY = 50
+COMMIT_EVERY = 25
+"""Rounds between two looks at what may be committed, and at where the sources end."""
+POLL_MAX_MS = 600_000
+"""Other workers wait for so long for one that folds or recovers while partitions are shared anew."""
 
 _log = logging.getLogger("spanloop.process")
 
@@ -35,7 +38,7 @@ def run_loop(
             "auto.offset.reset": "earliest",
             "session.timeout.ms": int(process.session_timeout_s * 1000),
             "heartbeat.interval.ms": int(process.session_timeout_s * 333),
-            "max.poll.interval.ms": 3_600_000,
+            "max.poll.interval.ms": POLL_MAX_MS,
             "fetch.message.max.bytes": 32 * 2**20,
             "fetch.wait.max.ms": 10,
             "fetch.queue.backoff.ms": 5,
@@ -64,6 +67,7 @@ def run_loop(
             workers.tick()
             rounds += 1
             if rounds % COMMIT_EVERY == 0:
+                workers.ends(_ends(consumer, prefix))
                 _commit(consumer, prefix, workers, committed)
     finally:
         workers.stop()
@@ -84,6 +88,16 @@ def _grouped(messages: Iterable[Message], prefix: str, log: KafkaLog) -> dict[st
         record = log.cluster.record(message)
         by_source.setdefault(record.source, []).append(record)
     return by_source
+
+
+def _ends(consumer: Consumer, prefix: str) -> dict[str, int]:
+    """Last offsets as the client knows them from what it fetched."""
+    found: dict[str, int] = {}
+    for place in consumer.assignment():
+        known = consumer.get_watermark_offsets(place, cached=True)
+        if known is not None and known[1] >= 0:
+            found[source_of(place.topic.removeprefix(prefix), place.partition)] = known[1] - 1
+    return found
 
 
 def _commit(consumer: Consumer, prefix: str, workers: Workers, committed: dict[str, int]) -> None:

@@ -2,7 +2,8 @@
 
 Faust decides which process has which partition and delivers records; stages, state, outputs and recovery are ``Partition``'s, on
 confluent-kafka. No Faust Tables: at-least-once delivery counted a quarter of the records twice in them (ADR 8). Records are taken
-as bytes, a batch at a time, and folded in one thread beside the event loop, so that a long fold never misses a heartbeat.
+as bytes, a batch at a time, and folded in one thread beside the event loop, so that a long fold never misses a heartbeat. Faust's
+own acknowledgements are off: the group's offsets are committed up to what snapshots contain.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ import faust
 from faust.types import TP
 
 from spanloop.pipeline.log.kafka import KafkaLog
-from spanloop.pipeline.ports import LogRecord, source_of
+from spanloop.pipeline.ports import LogRecord, source_of, topic_of
 from spanloop.pipeline.runtimes.workers import DELIVERED, Workers
 from spanloop.schemas.canonical import bytes_hash
-from spanloop.schemas.errors import TerminalError, TransientError
+from spanloop.schemas.errors import TerminalError
 from spanloop.schemas.settings import Settings
 
 __all__ = ["run_faust"]
 
 TICK_S = 0.05
+COMMIT_EVERY = 10
+"""Ticks between two looks at what may be committed, and at where the sources end."""
 WITHIN_S = 0.02
 """How long a batch waits to be filled."""
 
@@ -40,6 +43,7 @@ class _Engine:
         self._workers = workers
         self._prefix = prefix
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="spanloop-fold")
+        self._committed: dict[str, int] = {}
         self.failure: BaseException | None = None
 
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -63,6 +67,27 @@ class _Engine:
         for source, records in by_source.items():
             records.sort(key=lambda record: record.offset)
             await self.call(self._workers.offer, source, records)
+
+    def ends(self, consumer: Any) -> dict[str, int]:
+        """Last offsets as the consumer knows them from what it fetched."""
+        found: dict[str, int] = {}
+        for place in consumer.assignment():
+            (source,) = self.sources([place]) or ("",)
+            end = consumer.highwater(place) if source else None
+            if end is not None:
+                found[source] = end - 1
+        return found
+
+    async def commit(self, consumer: Any) -> None:
+        """Commit offsets that snapshots contain; a worker that has lost its partitions commits nothing."""
+        places = {}
+        for source, offset in self._workers.committable().items():
+            if self._committed.get(source) != offset:
+                topic, partition = topic_of(source)
+                places[TP(self._prefix + topic, partition)] = offset + 1
+                self._committed[source] = offset
+        if places and not await consumer._commit(places):
+            self._committed.clear()
 
 
 def _record(message: Any, prefix: str) -> LogRecord:
@@ -138,7 +163,7 @@ def build(settings: Settings, workers: Workers) -> tuple[faust.App, _Engine]:
 
     def agent_for(topic: str) -> None:
         channel = app.topic(settings.kafka.prefix + topic, key_type=bytes, value_type=bytes, key_serializer="raw",
-                            value_serializer="raw")  # fmt: skip
+                            value_serializer="raw", acks=False, allow_empty=True)  # fmt: skip
 
         async def handle(stream: Any) -> None:
             async for events in stream.take_events(batch, within=WITHIN_S):
@@ -155,11 +180,13 @@ def build(settings: Settings, workers: Workers) -> tuple[faust.App, _Engine]:
     for name in DELIVERED:
         agent_for(name)
 
-    @app.on_partitions_revoked.connect
+    @app.on_partitions_revoked.connect  # type: ignore[arg-type]
     async def revoked(_: Any, partitions: Iterable[TP], **__: Any) -> None:
-        await engine.call(workers.give_up, engine.sources(partitions))
+        leaving = engine.sources(partitions)
+        workers.leave(leaving)
+        await engine.call(workers.give_up, leaving)
 
-    @app.on_partitions_assigned.connect
+    @app.on_partitions_assigned.connect  # type: ignore[arg-type]
     async def assigned(_: Any, partitions: Iterable[TP], **__: Any) -> None:
         workers.expect(
             engine.sources(partitions)
@@ -167,11 +194,14 @@ def build(settings: Settings, workers: Workers) -> tuple[faust.App, _Engine]:
 
     @app.task
     async def ticking() -> None:
+        rounds = 0
         while not app.should_stop:
             try:
                 await engine.call(workers.tick)
-            except TransientError as exc:
-                _log.warning("%s", exc.message)
+                rounds += 1
+                if rounds % COMMIT_EVERY == 0 and not app.rebalancing:
+                    workers.ends(engine.ends(app.consumer))
+                    await engine.commit(app.consumer)
             except Exception as exc:
                 engine.failure = exc
                 await app.crash(exc)
@@ -201,7 +231,9 @@ async def _serve(
     if engine.failure is not None:
         raise engine.failure
     if app.crashed:
-        raise TerminalError(f"Faust gave up: {app.crash_reason!r}; the lines above say where. Start the worker again")
+        raise TerminalError(
+            f"Faust gave up: {app.crash_reason!r}; the lines above say where. Start the worker again"
+        )
 
 
 def run_faust(

@@ -86,8 +86,8 @@ class Partition:
     """A stage over its sources.
 
     Args:
-        source: the one of the stage's sources that an engine delivers.
-        stage: further sources in its ``topics`` are offered by whoever reads them.
+        inputs: sources; the first is the one that an engine delivers, others are offered by whoever reads them.
+        stage: over them.
         log: inputs and outputs.
         chain: snapshots.
         clock: processing time.
@@ -98,7 +98,7 @@ class Partition:
 
     def __init__(
         self,
-        source: str,
+        inputs: Sequence[str],
         stage: Stage,
         log: Log,
         chain: Chain,
@@ -108,15 +108,11 @@ class Partition:
         stopping: Callable[[], bool] = lambda: False,
         keep_content: bool = False,
     ) -> None:
-        self.source = source
+        self.source = inputs[0]
         self.stage = stage
         self.metrics = PartitionMetrics()
         self.offsets: dict[str, int] = {}
-        self._inputs = [name for topic in stage.topics for name in log.sources(topic)]
-        if source not in self._inputs:  # a stage without state takes any source of its topics
-            raise ValueError(f"{stage.name} does not read {source}")
-        if getattr(stage, "output_partition", None) is None and "/" not in "".join(stage.topics):
-            self._inputs = [source]
+        self._inputs = tuple(inputs)
         self._log = log
         self._chain = chain
         self._clock = clock
@@ -160,7 +156,9 @@ class Partition:
             end = self._retry(lambda source=source: self._log.end(source))
             self._observe(source, max(end, known.get(source, -1)))
         if getattr(stage, "catch_up", None) is not None:
-            ends = {source: self._retry(lambda source=source: self._log.end(source)) for source in self._inputs}
+            ends = {
+                source: self._retry(lambda source=source: self._log.end(source)) for source in self._inputs
+            }
             stage.catch_up({s: end for s, end in ends.items() if end > self.offsets.get(s, -1)})
 
     def _observe(self, source: str, upto: int) -> int:
@@ -183,15 +181,16 @@ class Partition:
     def catch_up(self) -> int:
         """Fold what is on the log behind the state, without waiting for it to be delivered."""
         count = 0
+        names = [alone(source) for source in self._inputs]
         while not self._stopping():
-            records = self._retry(lambda: self._log.read(self._inputs, self.offsets, self._batch_max))
+            records = self._retry(lambda: self._log.read(names, self.offsets, self._batch_max))
             if not records:
                 self._end = max(self._end, self.offsets.get(self.source, -1))
                 break
             self._fold(records)
             count += len(records)
             if len(records) >= self._batch_max:
-                self._tick(min(record.appended_ns for record in records[-1:]))
+                self._tick(records[-1].appended_ns)
         return count
 
     # ------------------------------------------------------------ records
@@ -327,6 +326,10 @@ class Partition:
             return True
         finally:
             self._idle()
+
+    def is_at_end(self) -> bool:
+        """Whether an engine has said where the source ends, and that was folded."""
+        return 0 <= self._end <= self.offsets.get(self.source, -1)
 
     def is_newest(self) -> bool:
         """Whether nobody has taken this partition's state over since."""

@@ -107,29 +107,43 @@ class Workers:
             partition = self._parked.pop(source, None)
             if partition is None or not partition.is_newest():
                 partition = self._partition(source)
-                partition.recover()
-                self.recoveries += 1
-                self.recovery_s = max(self.recovery_s, partition.metrics.recovery_s)
-                if partition.metrics.records:
-                    _log.info(
-                        "%s: folded %d records that waited, in %.1f s",
-                        source, partition.metrics.records, partition.metrics.recovery_s,
-                    )  # fmt: skip
+                with self._lock:
+                    self.partitions[source] = partition
+                self._recover(source, partition)
             else:
+                with self._lock:
+                    self.partitions[source] = partition
                 partition.catch_up()
             with self._lock:
-                if self._expected.pop(source, source) is None and source not in self._leaving:
-                    self.partitions[source] = partition
+                if source in self._leaving:
+                    self.partitions.pop(source, None)
+                self._expected.pop(source, None)
             if not self._expected:
                 self._parked.clear()
+
+    def _recover(self, source: str, partition: Partition) -> None:
+        try:
+            partition.recover()
+        except BaseException:
+            with self._lock:
+                self.partitions.pop(source, None)
+            raise
+        self.recoveries += 1
+        self.recovery_s = max(self.recovery_s, partition.metrics.recovery_s)
+        if partition.metrics.records:
+            _log.info(
+                "%s: folded %d records that waited, in %.1f s",
+                source, partition.metrics.records, partition.metrics.recovery_s,
+            )  # fmt: skip
 
     def _partition(self, source: str) -> Partition:
         topic, number = topic_of(source)
         stage: Stage
         pipeline = self._settings.pipeline
-        name = ""
+        name, inputs = "", (source,)
         if topic == topics.OPERATIONS:
             stage = ShardStage(pipeline, number, self._count)
+            inputs = (source, topics.MODELS)
         elif topic == topics.LESSONS:
             stage = ValueStage(pipeline, lessons=(alone(source),))
             name = f"value-{number}-of-{self._count}"
@@ -137,7 +151,7 @@ class Workers:
             stage = NormaliseStage(self._count)
             name = f"normalise-{topic}-{number}"
         return Partition(
-            source, stage, self._log, self._snapshots.open(name or stage.name), self._clock,
+            inputs, stage, self._log, self._snapshots.open(name or stage.name), self._clock,
             batch_max=self._settings.process.batch_max,
             stopping=lambda: self._stop.is_set() or source in self._leaving,
             keep_content=self._settings.content.training,
