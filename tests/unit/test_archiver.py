@@ -239,7 +239,8 @@ class TestCommand:
         assert "lost" in self.run(workspace, "verify", code=1)
         assert "lost" in self.run(workspace, "status", code=1)
 
-    def test_two_at_once_are_refused(self, workspace: Path) -> None:
+    def test_two_at_once_are_refused(self, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "LOCK_WAIT_S", 0.1)
         store = ArchiveStore.open(load_settings(None, {"workspace": workspace}))
         with store.files.writer(), pytest.raises(ConfigError, match="another process writes"):
             self.run(workspace, "once")

@@ -42,6 +42,8 @@ POLL_S = 0.5
 PAUSE_FIRST_S = 0.5
 PAUSE_MAX_S = 15.0
 COMPACT_EVERY_S = 60.0
+LOCK_WAIT_S = 5.0
+"""A query that fills an embedded workspace's archive holds it for so long at most, as a rule."""
 
 logger = logging.getLogger(__name__)
 
@@ -97,13 +99,18 @@ class Archiver:
         Raises:
             ConfigError: another process does.
         """
-        with self._store.files.writer() as mine:
-            if not mine:
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while True:
+            with self._store.files.writer() as mine:
+                if mine:
+                    yield
+                    return
+            if time.monotonic() > deadline:
                 raise ConfigError(
                     f"another process writes to the archive {self._store.files.uri('')}: `spanloop archive status` shows how it "
                     "is; stop it first, or let it do the work"
                 )
-            yield
+            time.sleep(0.05)
 
     def start(self, progress: Callable[[int, int], None] = lambda _done, _all: None) -> Report:
         """Check that the archive is of this log, repair it, sweep what a killed archiver left.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pyarrow as pa
@@ -43,6 +44,7 @@ from spanloop.pipeline.views import TABLES_OF_TOPIC
 
 __all__ = ["Report", "stale_tables", "verify"]
 
+_THREADS = 16
 _NOWHERE = "neither a raw file nor the log has its records"
 
 logger = logging.getLogger(__name__)
@@ -103,14 +105,18 @@ def verify(
     """
     names = list(topics)
     listing = store.listing(names)
-    repair = _Repair(store, log, deep)
+    repair = _Repair(store, log)
     report = repair.report
     for entry in listing.broken:
         repair.set_aside(entry.path, "is no manifest that can be read")
     ranges = [item for live in listing.live.values() for item in live]
-    for number, item in enumerate(ranges):
-        progress(number, len(ranges))
-        repair.check(item)
+    with ThreadPoolExecutor(1 if store.files.local else _THREADS) as pool:
+        faults = pool.map(
+            lambda info: fault(store.files, info, deep=deep), (info for item in ranges for info in item.files)
+        )
+        for number, item in enumerate(ranges):
+            progress(number, len(ranges))
+            repair.check(item, {info.path: why for info in item.files if (why := next(faults))})
     progress(len(ranges), len(ranges))
     for source, live in store.listing(names).live.items():
         for first, last in gaps(live):
@@ -125,10 +131,9 @@ def verify(
 class _Repair:
     """One run of ``verify``."""
 
-    def __init__(self, store: ArchiveStore, log: Log | None, deep: bool) -> None:
+    def __init__(self, store: ArchiveStore, log: Log | None) -> None:
         self._store = store
         self._log = log
-        self._deep = deep
         self.report = Report()
 
     def set_aside(self, path: str, reason: str) -> None:
@@ -136,13 +141,10 @@ class _Repair:
         quarantine(self._store, path, reason)
         self.report.quarantined.append(f"{path}: {reason}")
 
-    def check(self, item: Range) -> None:
-        """Look at a range's files and write again what is bad or outdated."""
+    def check(self, item: Range, bad: dict[str, str]) -> None:
+        """Write again what is bad (path -> reason) or outdated in a range."""
         self.report.ranges += 1
         self.report.files += len(item.files)
-        bad = {
-            info.path: why for info in item.files if (why := fault(self._store.files, info, deep=self._deep))
-        }
         stale = stale_tables(item)
         if bad or stale:
             records = self._records(item, bad, stale)

@@ -190,7 +190,9 @@ def write_range(
         item
         for ranges in live.values()
         for item in ranges
-        if item.source != source or item.last < first or item.first > last  # of two that overlap only one stays live
+        if item.source != source
+        or item.last < first
+        or item.first > last  # of two that overlap only one stays live
     ]
     built = decode(topic, records, store, others) if records else Built({}, 0)
     attempt = Attempt(store.files, topic, partition, first, last)
