@@ -147,7 +147,7 @@ def _append(settings: Settings, item: dict[str, Any]) -> dict[str, Any]:
     from spanloop.pipeline.log.open import open_log
     from spanloop.pipeline.ports import new_record
 
-    if not settings.database.exists():
+    if not settings.bootstrap_servers and not settings.database.exists():
         raise ConfigError(
             f"no log in {settings.workspace}: give --workspace, or --url of a running collector, or import spans first"
         )

@@ -65,11 +65,11 @@ def _place(config_file: Path | None, workspace: Path | None, as_json: bool) -> _
 def _open(settings: Settings) -> Iterator[Log]:
     from spanloop.pipeline.log.open import open_log
 
-    if not settings.database.exists():
+    if not settings.bootstrap_servers and not settings.database.exists():
         raise SchemaError(
             f"{settings.workspace} is no workspace: it has no {settings.database.name}; name one with --workspace"
         )
-    log = open_log(settings)
+    log = open_log(settings, create=False)
     try:
         yield log
     finally:

@@ -115,6 +115,7 @@ class System:
             "PYTHONPATH": os.pathsep.join(paths),
             "OMP_NUM_THREADS": "1",
             "SPANLOOP_WORKSPACE": str(self.workspace.absolute()),
+            "SPANLOOP_BOOTSTRAP_SERVERS": "",
             "SPANLOOP_COLLECTOR__PORT": "0",
             "SPANLOOP_GATEWAY__PORT": "0",
             "SPANLOOP_SERVING__PORT": "0",

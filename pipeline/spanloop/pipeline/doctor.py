@@ -25,12 +25,13 @@ from spanloop.schemas import topics
 from spanloop.schemas.errors import SpanloopError
 from spanloop.schemas.settings import Settings
 
-__all__ = ["Check", "Diagnosis", "diagnose", "lines"]
+__all__ = ["EXAMINED", "RECORDS_MAX", "Check", "Diagnosis", "dead_letter_checks", "diagnose", "lines"]
 
 DISK_LOW = 2**30
 DISK_NONE = 100 * 2**20
 RECORDS_MAX = 50_000
 """Newest records of a topic that are looked at."""
+EXAMINED = (topics.SPANS, topics.ORCHESTRATIONS, topics.FEEDBACK)
 PACKAGES = {
     "collect": ("aiohttp", "protobuf", "opentelemetry-proto"),
     "pipeline": ("numpy", "duckdb", "pyarrow", "rich"),
@@ -80,6 +81,11 @@ def diagnose(settings: Settings) -> Diagnosis:
 
 
 def _log_checks(settings: Settings, found: Diagnosis) -> Iterator[Check]:
+    if settings.bootstrap_servers:
+        from spanloop.pipeline.doctor_kafka import kafka_checks
+
+        yield from kafka_checks(settings, found)
+        return
     if not settings.database.exists():
         yield Check(
             "log", "ok", f"none yet at {settings.database}; it is made by `spanloop up` or `spanloop import`"
@@ -92,25 +98,29 @@ def _log_checks(settings: Settings, found: Diagnosis) -> Iterator[Check]:
         return
     try:
         found.records = log.counts()
-        wanted = (topics.SPANS, topics.ORCHESTRATIONS, topics.FEEDBACK)
-        after = {topic: log.nth_last(topic, RECORDS_MAX) for topic in wanted}
+        after = {topic: log.nth_last(topic, RECORDS_MAX) for topic in EXAMINED}
         found.cut = any(offset > -1 for offset in after.values())
-        found.deployments = examine(scan(log, wanted, after=after), settings)
+        found.deployments = examine(scan(log, EXAMINED, after=after), settings)
         size = settings.database.stat().st_size / 2**20
         yield Check(
             "log", "ok", f"{settings.database}: {sum(found.records.values())} records, {size:.1f} MiB"
         )
-        dead = found.records.get(topics.DEAD_LETTERS, 0)
-        if dead:
-            yield Check(
-                "dead letters",
-                "warn",
-                f"{dead} records or spans were refused; each has its reason on that topic",
-            )
+        yield from dead_letter_checks(found)
     except SpanloopError as exc:
         yield Check("log", "fail", exc.message)
     finally:
         log.close()
+
+
+def dead_letter_checks(found: Diagnosis) -> Iterator[Check]:
+    """Whether anything was refused."""
+    dead = found.records.get(topics.DEAD_LETTERS, 0)
+    if dead:
+        yield Check(
+            "dead letters",
+            "warn",
+            f"{dead} records or spans were refused; `spanloop deadletters list` says why",
+        )
 
 
 def _workspace_checks(settings: Settings) -> Iterator[Check]:
@@ -170,7 +180,8 @@ def _package_checks(settings: Settings) -> Iterator[Check]:
     yield Check(
         "spanloop", "ok", f"{own} on Python {platform.python_version()}, SQLite {sqlite3.sqlite_version}"
     )
-    for extra, names in PACKAGES.items():
+    packages = PACKAGES | ({"kafka": ("confluent-kafka",)} if settings.bootstrap_servers else {})
+    for extra, names in packages.items():
         versions = {name: _version(name) for name in names}
         missing = [name for name, version in versions.items() if version is None]
         if missing:

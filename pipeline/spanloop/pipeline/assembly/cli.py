@@ -18,7 +18,7 @@ from spanloop.schemas import topics
 from spanloop.schemas.errors import ConfigError, SchemaError
 from spanloop.schemas.events import OrchestrationRevised, RewardsComputed, decode
 from spanloop.schemas.orchestration import OrchestrationContent
-from spanloop.schemas.settings import load_settings
+from spanloop.schemas.settings import Settings, load_settings
 from spanloop.schemas.spans import Span
 
 __all__ = ["assemble", "traces"]
@@ -170,10 +170,8 @@ def traces(workspace: Path | None, form: str | None, limit: int) -> None:
     spanloop traces --workspace .spanloop --limit 5
     spanloop traces --ndjson | jq 'select(.reward == null)'
     """
-    folder = workspace or load_settings().workspace
-    rows = sorted(
-        _rows(folder / "spanloop.db"), key=lambda row: (-row["started_ns"], row["orchestration_id"])
-    )
+    settings = load_settings(None, {"workspace": workspace} if workspace is not None else None)
+    rows = sorted(_rows(settings), key=lambda row: (-row["started_ns"], row["orchestration_id"]))
     form = form or ("table" if sys.stdout.isatty() else "ndjson")
     if form != "table":
         _print_objects(rows[:limit], form)
@@ -188,12 +186,12 @@ def traces(workspace: Path | None, form: str | None, limit: int) -> None:
     click.echo(f"({min(limit, len(rows))} of {len(rows)} orchestrations)")
 
 
-def _rows(database: Path) -> Iterator[dict[str, Any]]:
+def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
     """One row for each orchestration that was not merged into another, from its last revision."""
+    from spanloop.pipeline.log.open import open_log
     from spanloop.pipeline.log.scan import scan
-    from spanloop.pipeline.log.sqlite import SqliteLog
 
-    log = SqliteLog(database, create=False)
+    log = open_log(settings, create=False)
     rewards: dict[tuple[str, str], RewardsComputed] = {}
     last: dict[tuple[str, str], OrchestrationRevised] = {}
     try:

@@ -50,10 +50,10 @@ def credit(orchestration_id: str, agent: str, token: bool, workspace: Path | Non
     Each line: credit, what the estimator said (raw), what reconciliation added (residual), the estimator and its variance.
     Children sum exactly to their parent; leaves + baseline = reward. The sums are checked: exit code 1 when they do not hold.
     """
-    from spanloop.pipeline.log.sqlite import SqliteLog
+    from spanloop.pipeline.log.open import open_log
 
     settings = load_settings(None, {"workspace": workspace} if workspace is not None else None)
-    log = SqliteLog(settings.database, create=False)
+    log = open_log(settings, create=False)
     try:
         found = explain_credit(log, orchestration_id)
     finally:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from spanloop.pipeline.credit.ledger import check_ledger
+from spanloop.pipeline.log.scan import scan
 from spanloop.pipeline.ports import Log
 from spanloop.schemas import topics
 from spanloop.schemas.canonical import unmicro
@@ -89,10 +90,7 @@ def _matches(key: str, prefix: str) -> bool:
 
 
 def _records(log: Log, topic: str) -> Iterator[Any]:
-    after = -1
-    while page := log.read([topic], {topic: after}, PAGE):
-        yield from page
-        after = page[-1].offset
+    return scan(log, [topic], batch=PAGE)
 
 
 def _last(log: Log, topic: str, key: str) -> Event | None:
