@@ -484,7 +484,7 @@ def test_kill_9_of_the_driver_ends_its_workers_and_the_command_goes_on(tmp_path)
         [NewRecord(e.TOPIC, e.key, e.event_id, encode(e)) for e in events if isinstance(e, SpansReceived)]
     )
     archive_of(settings, log, records=100)
-    command = spanloop("replay", "--workspace", tmp_path, "--workers", 2, "--name", "k")
+    command = spanloop("replay", "--workspace", tmp_path, "--workers", 2, "--name", "k", "--bucket-mb", 0.5)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     work = tmp_path / "replays" / "k" / "work"
@@ -499,7 +499,7 @@ def test_kill_9_of_the_driver_ends_its_workers_and_the_command_goes_on(tmp_path)
         time.sleep(0.05)
     assert not any(Path(f"/proc/{pid}").exists() for pid in children), "workers outlive their driver"
     again = subprocess.run(
-        spanloop("replay", "--workspace", tmp_path, "--workers", 1, "--name", "k"), env=environment, capture_output=True, text=True,
+        spanloop("replay", "--workspace", tmp_path, "--workers", 1, "--name", "k", "--bucket-mb", 0.5), env=environment, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
     assert again.returncode == 0, again.stderr

@@ -129,11 +129,18 @@ def _print_json(value: Any) -> None:
 @click.option(
     "--workers", type=click.IntRange(1), help="Processes of the direct runner.  [default: one a core]"
 )
+@click.option(
+    "--bucket-mb",
+    type=click.FloatRange(min=0.001),
+    default=128.0,
+    show_default=True,
+    help="Spans (as on the log) that the direct runner takes at once: less is less memory, and less to do again.",
+)
 @click.option("--restart", is_flag=True, help="Throw away what is there under the name, finished or not.")
 @_options
 def replay(
     *, since: str, until: str, name: str, rewards: Path | None, models: str, runner: str, runner_options: tuple[str, ...], results: str,
-    workers: int | None, restart: bool, config_file: Path | None, workspace: Path | None, archive_url: str, as_json: bool,
+    workers: int | None, bucket_mb: float, restart: bool, config_file: Path | None, workspace: Path | None, archive_url: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Make orchestrations, rewards, credit and samples again from the archive, with Beam.
 
@@ -146,7 +153,7 @@ def replay(
     spanloop replay --runner flink --runner-option flink_master=jobs:8081 --results s3://bucket/replays
     """
     from spanloop.pipeline.replay.driver import replay as run_here
-    from spanloop.pipeline.replay.plan import make_plan
+    from spanloop.pipeline.replay.plan import CHUNK_BYTES, make_plan
     from spanloop.pipeline.replay.results import RECORDED
 
     settings, store, root = opened(config_file, workspace, archive_url)
@@ -155,7 +162,10 @@ def replay(
     ).replace(":", "")
     if name == RECORDED:
         raise ConfigError("--name recorded stands for what the stream published: give another")
-    plan = make_plan(settings, store, name=name, since=since, until=until, rewards=rewards, models=models)
+    plan = make_plan(
+        settings, store, name=name, since=since, until=until, rewards=rewards, models=models,
+        bucket_bytes=int(bucket_mb * 2**20), chunk_bytes=min(CHUNK_BYTES, int(bucket_mb * 2**20)),
+    )  # fmt: skip
     if runner == "direct":
         if runner_options or results:
             raise ConfigError("--runner-option and --results are for other runners than direct")

@@ -63,24 +63,26 @@ class _Workers:
 
     def __init__(self, work: Path, workers: int, tell: Tell | None) -> None:
         self._work, self._tell = work, tell
-        context = multiprocessing.get_context("spawn")
-        self._counters = context.Array("q", 3)
+        self._counts = work / "progress"
+        shutil.rmtree(self._counts, ignore_errors=True)
         self._pool: ProcessPoolExecutor | None = None
         if workers > 1:
             self._pool = ProcessPoolExecutor(
-                workers, mp_context=context, initializer=_start_worker, initargs=(self._counters, os.getpid())
-            )
+                workers, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker,
+                initargs=(self._counts, os.getpid()),
+            )  # fmt: skip
         else:
-            progress.attach(self._counters)
+            progress.attach(self._counts)
 
     def run(self, phase: str, steps: Sequence[tuple[str, tuple[Any, ...]]], total: int = 0) -> None:
         """Run steps, (kind, arguments) each, that are not done; in any order."""
         began = time.monotonic()
-        self._counters[:] = [0, 0, 0]
+        before = progress.total(self._counts)
 
         def told() -> None:
             if self._tell is not None:
-                steps_done, spans, orchestrations = self._counters[:]
+                now = progress.total(self._counts)
+                steps_done, spans, orchestrations = (b - a for a, b in zip(before, now, strict=True))
                 self._tell(
                     Progress(phase, steps_done, total, spans, orchestrations, time.monotonic() - began)
                 )
@@ -130,10 +132,10 @@ class _Workers:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _start_worker(counters: Any, parent: int) -> None:
+def _start_worker(counts: Path, parent: int) -> None:
     """First thing in a worker: Ctrl-C is the driver's, and without driver there is nothing to do."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    progress.attach(counters)
+    progress.attach(counts)
 
     def watch() -> None:
         while os.getppid() == parent:
