@@ -1,7 +1,7 @@
 """The serving port: what the learner needs from whatever serves its versions.
 
-Adapters: ``http.HttpServing`` (the embedded server and vLLM, same calls) and ``memory.MemoryServing`` (in process, for
-tests and experiments); all pass ``tests/contract/test_serving_port.py``. Invariants: a name is one artifact for ever;
+Adapters: ``http.HttpServing`` (the embedded server), ``vllm.VllmServing`` (vLLM servers) and ``memory.MemoryServing`` (in process,
+for tests and experiments); ``vllm.serving_of`` chooses by settings; all pass ``tests/contract/test_serving_port.py``. Invariants: a name is one artifact for ever;
 ``load`` and ``unload`` may be repeated; what ``load`` refuses is not served.
 """
 
