@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from spanloop.learner.tiny_model import build_tiny_model
 from stack.tickets import WORDS
+
+from spanloop.learner.tiny_model import build_tiny_model
 
 __all__ = ["main"]
 

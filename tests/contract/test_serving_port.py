@@ -66,7 +66,9 @@ def _scores(version, prompts):
     return found
 
 
-@pytest.fixture(params=["memory", "http", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(360)])])
+@pytest.fixture(
+    params=["memory", "http", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(360)])]
+)
 def world(request, tmp_path):
     if request.param == "memory":
         yield World(MemoryServing(), "model.safetensors", lambda v: save_version(tmp_path, v), _scores)
