@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -38,13 +39,15 @@ from spanloop.schemas.errors import SpanloopError, TerminalError, TransientError
 from spanloop.schemas.events import DeadLettered, Event
 from spanloop.schemas.operations import OperationsRead
 
-__all__ = ["Partition", "PartitionMetrics"]
+__all__ = ["FOLD_BUCKETS", "Partition", "PartitionMetrics"]
 
 T = TypeVar("T")
 
 OUTPUTS = "out:"
 """Prefix of own outputs' offsets in a snapshot."""
 RETRY_MAX_S = 5.0
+FOLD_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""Upper bounds of the histogram of fold times, seconds."""
 _OWNED = (topics.ORCHESTRATIONS, topics.REWARDS, topics.CREDITS)
 _log = logging.getLogger("spanloop.process")
 
@@ -64,9 +67,9 @@ class PartitionMetrics(msgspec.Struct):
     foreign: int = 0
     """Outputs that a former owner wrote."""
     retries: int = 0
-    folds: int = 0
     fold_s: float = 0.0
-    fold_max_s: float = 0.0
+    fold_counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(FOLD_BUCKETS) + 1))
+    """Folds by duration, see FOLD_BUCKETS."""
     recovery_s: float = 0.0
     lag: int = 0
     """Records known to be on the source and not folded yet."""
@@ -80,6 +83,22 @@ class PartitionMetrics(msgspec.Struct):
     """Monotonic time since when there is something to do and nothing was done; 0: idle."""
     doing: str = ""
     """recover, fold, append, tick, flush, or empty."""
+
+    def add(self, other: PartitionMetrics) -> None:
+        """Count what another counted."""
+        for name in (
+            "records",
+            "spans",
+            "events",
+            "dead_letters",
+            "duplicates",
+            "gaps",
+            "foreign",
+            "retries",
+            "fold_s",
+        ):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.fold_counts = [a + b for a, b in zip(self.fold_counts, other.fold_counts, strict=True)]
 
 
 class Partition:
@@ -236,9 +255,8 @@ class Partition:
             self._emit(output, {record.source: record.offset for record in part})
             metrics.records += len(part)
         seconds = time.monotonic() - begin
-        metrics.folds += 1
         metrics.fold_s += seconds
-        metrics.fold_max_s = max(metrics.fold_max_s, seconds)
+        metrics.fold_counts[bisect_left(FOLD_BUCKETS, seconds)] += 1
         metrics.appended_ns = max(metrics.appended_ns, records[-1].appended_ns)
         newest_ns = getattr(self.stage, "newest_ns", 0) or records[-1].appended_ns
         metrics.lateness_s = max(0.0, (now_ns - newest_ns) / 1e9)

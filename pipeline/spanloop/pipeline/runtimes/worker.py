@@ -23,7 +23,6 @@ from spanloop.schemas.settings import Settings, load_settings
 
 __all__ = ["main", "process"]
 
-STATUS_EVERY_S = 1.0
 _EPILOG = """\b
 Examples:
   SPANLOOP_BOOTSTRAP_SERVERS=127.0.0.1:9092 spanloop process
@@ -74,6 +73,8 @@ def _run(settings: Settings, engine: str, name: str) -> None:
         from spanloop.pipeline.clock import SystemClock
         from spanloop.pipeline.log.kafka import KafkaLog
         from spanloop.pipeline.runtimes.collecting import collect_rarely
+        from spanloop.pipeline.runtimes.metrics import serve, start_otel
+        from spanloop.pipeline.runtimes.watchdog import Watchdog
         from spanloop.pipeline.runtimes.workers import Workers
 
         engines: dict[str, Callable[..., None]] = {}
@@ -94,28 +95,28 @@ def _run(settings: Settings, engine: str, name: str) -> None:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    watcher = threading.Thread(target=_watch, args=(settings, workers, stop, name), daemon=True)
-    watcher.start()
+    status = settings.workspace / (f"pipeline-{name}.json" if name else "pipeline.json")
+    watchdog = Watchdog(workers, status)
+    watchdog.start()
+    closers = [watchdog.stop, serve(settings.process, workers), start_otel(workers)]
     collect_rarely()
 
     def ready() -> None:
-        click.echo(json.dumps({"ready": "pipeline", "url": ""}))
+        click.echo(json.dumps({"ready": "pipeline", "url": _metrics_url(settings)}))
         sys.stdout.flush()
 
     try:
         engines[engine](settings, log, workers, stop=stop, ready=ready)
     finally:
         stop.set()
-        watcher.join(timeout=5)
+        for close in closers:
+            close()
         log.close()
 
 
-def _watch(settings: Settings, workers: Any, stop: threading.Event, name: str) -> None:
-    """The status file."""
-    path = settings.workspace / (f"pipeline-{name}.json" if name else "pipeline.json")
-    while not stop.wait(STATUS_EVERY_S):
-        workers.write_status(path)
-    workers.write_status(path)
+def _metrics_url(settings: Settings) -> str:
+    process = settings.process
+    return f"http://{process.metrics_host}:{process.metrics_port}/metrics" if process.metrics_port else ""
 
 
 def main() -> None:

@@ -21,18 +21,24 @@ from spanloop.pipeline.credit.value import ValueStage
 from spanloop.pipeline.log.kafka import KafkaLog
 from spanloop.pipeline.normalise import NormaliseStage
 from spanloop.pipeline.ports import Clock, LogRecord, Stage, alone, topic_of
-from spanloop.pipeline.runtimes.partition import Partition
+from spanloop.pipeline.runtimes.partition import Partition, PartitionMetrics
 from spanloop.pipeline.shard import ShardStage
 from spanloop.pipeline.state.snapshots import Snapshots
 from spanloop.schemas import topics
 from spanloop.schemas.errors import TransientError
 from spanloop.schemas.settings import Settings
 
-__all__ = ["DELIVERED", "Workers"]
+__all__ = ["DELIVERED", "Workers", "kind_of"]
 
 DELIVERED = (topics.SPANS, topics.FEEDBACK, topics.OPERATIONS, topics.LESSONS)
 """Topics that engines deliver; ``models`` is read by every process."""
 MODELS_EVERY_S = 0.5
+_KINDS = {
+    topics.SPANS: "normalise",
+    topics.FEEDBACK: "normalise",
+    topics.OPERATIONS: "shard",
+    topics.LESSONS: "value",
+}
 LOOK_EVERY_S = 5.0
 """A source without progress for so long, of which it is not known that it is at its end, is looked at directly."""
 
@@ -68,6 +74,10 @@ class Workers:
         self._models_at = 0.0
         self._models = -1
         self._flushed_at = time.monotonic()
+        self._retired: dict[str, PartitionMetrics] = {kind: PartitionMetrics() for kind in _KINDS.values()}
+        self._ticked_at = 0.0
+        self.thread_id = 0
+        """Of the thread that folds."""
         self.recoveries = 0
         """Partitions taken over since the start ..."""
         self.recovery_s = 0.0
@@ -97,8 +107,12 @@ class Workers:
         for source in sources:
             with self._lock:
                 partition = self.partitions.pop(source, None)
-            if partition is not None and partition.flush():
-                self._parked[source] = partition
+            if partition is not None:
+                flushed = partition.flush()
+                self._retired[kind_of(source)].add(partition.metrics)
+                partition.metrics = PartitionMetrics(snapshot_at=partition.metrics.snapshot_at)
+                if flushed:
+                    self._parked[source] = partition
 
     def _take_expected(self) -> None:
         """Take over what was assigned: recover the state and fold what waits. What only left for a rebalance goes on."""
@@ -174,6 +188,7 @@ class Workers:
 
     def tick(self) -> None:
         """Take over what was assigned; timers, news on ``models``, snapshots that are due."""
+        self.thread_id, self._ticked_at = threading.get_ident(), time.monotonic()
         try:
             self._take_expected()
             now = time.monotonic()
@@ -234,8 +249,24 @@ class Workers:
 
     # ------------------------------------------------------------ watching
 
+    def metrics(self) -> dict[str, PartitionMetrics]:
+        """Counters by source."""
+        with self._lock:
+            return {source: partition.metrics for source, partition in self.partitions.items()}
+
+    def totals(self) -> dict[str, PartitionMetrics]:
+        """Counters since the start by kind of stage, of partitions that were given up too."""
+        with self._lock:
+            found = {}
+            for kind, retired in self._retired.items():
+                found[kind] = PartitionMetrics()
+                found[kind].add(retired)
+            for source, partition in self.partitions.items():
+                found[kind_of(source)].add(partition.metrics)
+        return found
+
     def status(self) -> dict[str, Any]:
-        """Counters by source, for pipeline.json, metrics and the watchdog."""
+        """Counters by source, for pipeline.json."""
         with self._lock:
             partitions = dict(self.partitions)
         return {
@@ -248,12 +279,15 @@ class Workers:
         }
 
     def stalled(self) -> dict[str, float]:
-        """Sources with work and without progress for longer than process.stall_s, with how long."""
-        now = time.monotonic()
-        with self._lock:
-            partitions = dict(self.partitions)
-        waits = {source: now - p.metrics.since for source, p in partitions.items() if p.metrics.since}
-        return {s: round(wait, 1) for s, wait in waits.items() if wait > self._settings.process.stall_s}
+        """Sources with work and without progress for longer than process.stall_s, with how long; under the empty name the
+        engine, where it does not come round and no source says why."""
+        now, patience_s = time.monotonic(), self._settings.process.stall_s
+        waits = {source: now - m.since for source, m in self.metrics().items() if m.since}
+        found = {source: round(wait, 1) for source, wait in waits.items() if wait > patience_s}
+        alive_at = max([self._ticked_at, *(now - wait for wait in waits.values())])
+        if not found and self._ticked_at and not self._stop.is_set() and now - alive_at > patience_s:
+            found[""] = round(now - alive_at, 1)
+        return found
 
     def write_status(self, path: Path) -> None:
         """pipeline.json, for ``spanloop up`` and people."""
@@ -263,6 +297,7 @@ class Workers:
             "t_ns": self._clock.now_ns(),
             "recoveries": self.recoveries,
             "recovery_s": round(self.recovery_s, 3),
+            "totals": {kind: msgspec.to_builtins(m) for kind, m in self.totals().items()},
             "stages": self.status(),
             "stalled": self.stalled(),
         }
@@ -271,6 +306,11 @@ class Workers:
             os.replace(temporary, path)
         except OSError as exc:
             _log.warning("cannot write %s: %s", path, exc)
+
+
+def kind_of(source: str) -> str:
+    """The stage that takes a source."""
+    return _KINDS[topic_of(source)[0]]
 
 
 def _order(source: str) -> tuple[int, str]:
