@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,7 +91,7 @@ def fault(files: Files, info: FileInfo, *, deep: bool = False) -> str:
     Args:
         files: Where it lies.
         info: From the manifest.
-        deep: Read every page and compare its checksum, not only the footer.
+        deep: Read all of it and compare its checksum, not only the footer.
 
     Raises:
         OSError: the medium does not answer, which says nothing about the file.
@@ -115,6 +116,8 @@ def fault(files: Files, info: FileInfo, *, deep: bool = False) -> str:
     found = hashlib.sha256(end).hexdigest() if info.kind == INDEX else footer_hash(end)
     if found != info.footer:
         return "has not the footer that its manifest names"
+    if deep and info.crc32 >= 0:
+        return "" if zlib.crc32(end) == info.crc32 else "is not what was written (checksum)"
     return _damaged_pages(end) if deep and info.kind != INDEX else ""
 
 

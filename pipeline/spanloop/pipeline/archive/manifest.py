@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from urllib.parse import quote
 
 import msgspec
@@ -49,6 +50,8 @@ class FileInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     tenant: str = ""
     date: str = ""
     """UTC day of its records' ``appended_ns``, YYYY-MM-DD."""
+    crc32: int = -1
+    """Of the whole file, for readers that check no pages; -1: not known."""
 
 
 class Lost(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -163,7 +166,12 @@ def date_of(appended_ns: int) -> str:
     >>> date_of(1_800_000_000_000_000_000)
     '2027-01-15'
     """
-    return (dt.date(1970, 1, 1) + dt.timedelta(days=appended_ns // 86_400_000_000_000)).isoformat()
+    return _day(appended_ns // 86_400_000_000_000)
+
+
+@lru_cache(maxsize=64)
+def _day(number: int) -> str:
+    return (dt.date(1970, 1, 1) + dt.timedelta(days=number)).isoformat()
 
 
 def quoted(tenant: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -119,7 +120,7 @@ class Attempt:
         footer = int.from_bytes(data[size - 8 : size - 4].to_pybytes(), "little") + 8
         path = data_path(kind, self._topic, *group, self._name)
         hashed = footer_hash(data[size - footer :].to_pybytes())
-        self._write(FileInfo(path, kind, table.num_rows, size, hashed, *group), data)
+        self._write(FileInfo(path, kind, table.num_rows, size, hashed, *group, zlib.crc32(data)), data)
 
     def add_raw(self, group: Group, table: pa.Table, total: int) -> None:
         """Write the records of one tenant and day; ``total`` records has the whole range, which the footer says, so that
@@ -221,10 +222,11 @@ def write_range(
 
 def write_tables(attempt: Attempt, records: Sequence[LogRecord], tables: dict[str, pa.Table]) -> None:
     """Write the columns of ``records``, by tenant and day; tables without rows give no file."""
-    groups = list(by_group(records))
+    of_record = [group_of(record) for record in records]
+    groups = sorted(set(of_record))
     numbers = {group: number for number, group in enumerate(groups)}
-    offsets = np.array([r.offset for r in records], np.int64)
-    owner = np.array([numbers[group_of(r)] for r in records], np.int32)
+    offsets = np.array([record.offset for record in records], np.int64)
+    owner = np.array([numbers[group] for group in of_record], np.int32)
     for name, table in tables.items():
         if not table.num_rows:
             continue
