@@ -34,8 +34,8 @@ def deployment(bootstrap_servers, kafka_settings, tmp_path):
 def test_killed_poisoned_and_read_again(deployment, engine):
     """One deployment through all three cases, because starting workers is what takes time."""
     pipeline = deployment.settings.pipeline
-    deployment.start("a", engine)
-    deployment.start("b", engine)
+    deployment.start("1", engine)
+    deployment.start("2", engine)
     deployment.wait_shared()
 
     # case 29: killed between the halves of a trace
@@ -90,7 +90,7 @@ def test_killed_poisoned_and_read_again(deployment, engine):
         _forget_offsets(deployment)
         if not with_snapshots:
             shutil.rmtree(deployment.folder / "snapshots")
-        name = f"again-{with_snapshots}"
+        name = "3" if with_snapshots else "4"
         deployment.start(name, engine)
         late = sources_of(load_case(1 if with_snapshots else 2)[1])
         deployment.put(late)

@@ -294,3 +294,21 @@ def test_a_workspace_that_cannot_be_made_names_the_setting(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="SPANLOOP_WORKSPACE"):
         WorkspaceLock(Path(tmp_path / "file" / "workspace"))
+
+
+def test_over_kafka_the_pipeline_is_workers_of_one_group():
+    sections = {"bootstrap_servers": "127.0.0.1:1", "process": {"workers": 3}}
+    specs = child_specs(load_settings(None, sections), Path("/x.toml"), [])
+    assert [spec.name for spec in specs] == ["collector", "pipeline", "pipeline-2", "pipeline-3", "gateway"]
+    for number, spec in enumerate(specs[1:4], 1):
+        assert spec.command[2:] == (
+            "spanloop.pipeline.runtimes.worker",
+            "--config",
+            "/x.toml",
+            "--worker",
+            str(number),
+        )
+    assert [spec.name for spec in child_specs(load_settings(None, sections), None, ["pipeline"])] == [
+        "collector",
+        "gateway",
+    ]

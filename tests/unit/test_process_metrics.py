@@ -17,7 +17,6 @@ from spanloop.pipeline.runtimes.metrics import families, serve, start_otel
 from spanloop.pipeline.runtimes.partition import PartitionMetrics
 from spanloop.pipeline.runtimes.watchdog import Watchdog, where_is
 from spanloop.schemas.errors import TransientError
-from spanloop.schemas.settings import Process
 
 DOCS = Path(__file__).resolve().parents[2] / "docs/metrics.md"
 
@@ -74,11 +73,11 @@ def test_the_documentation_names_every_metric_with_its_kind_and_labels():
 
 def test_prometheus_gets_counters_gauges_and_the_histogram():
     port = _port()
-    stop = serve(Process(metrics_port=port), Shown())
+    stop = serve("127.0.0.1", port, Shown())
     try:
         text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
         with pytest.raises(TransientError, match=r"process\.metrics_port"):
-            serve(Process(metrics_port=port), Shown())
+            serve("127.0.0.1", port, Shown())
     finally:
         stop()
     for line in (
@@ -90,7 +89,7 @@ def test_prometheus_gets_counters_gauges_and_the_histogram():
         "spanloop_process_recoveries_total 3.0",
     ):
         assert line in text
-    assert serve(Process(metrics_port=0), Shown())() is None
+    assert serve("127.0.0.1", 0, Shown())() is None
 
 
 def test_opentelemetry_gets_the_same():

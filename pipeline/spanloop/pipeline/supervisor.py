@@ -1,4 +1,5 @@
-"""``spanloop up``: collector, pipeline, gateway, serving and learner as one supervised local system.
+"""``spanloop up``: collector, pipeline, gateway, serving and learner as one supervised local system. Over Kafka the pipeline is
+one or more workers of ``spanloop process``.
 
 The supervisor starts processes and knows nothing of what they do, so no room imports another. Invariants:
 
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from spanloop.pipeline.child import Child, ChildSpec, python_command
-from spanloop.pipeline.log.sqlite import SqliteLog
+from spanloop.pipeline.log.open import open_log
 from spanloop.pipeline.workspace import WorkspaceLock, claim_ports, process_name, read_run, write_json
 from spanloop.schemas.errors import ConfigError, TerminalError
 from spanloop.schemas.settings import Settings
@@ -35,11 +36,14 @@ MODULES = {
     "serving": "spanloop.learner.serving.embedded",
     "gateway": "spanloop.collectors.gateway",
     "learner": "spanloop.learner.trainer",
+    "archiver": "spanloop.pipeline.archive.process",
 }
 """Children in the order of their start."""
+WORKER = "spanloop.pipeline.runtimes.worker"
+"""The pipeline where ``bootstrap_servers`` is set: as many of them as ``process.workers`` says."""
 VLLM = "spanloop.learner.serving.vllm_server"
 """What serves instead where ``serving.engine`` is vllm."""
-STOP_ORDER = ("gateway", "collector", "pipeline", "learner", "serving")
+STOP_ORDER = ("gateway", "collector", "pipeline", "learner", "serving", "archiver")
 READY_S = 180.0
 """How long the first start of all children may take ..."""
 READY_VLLM_S = 900.0
@@ -57,6 +61,8 @@ def child_specs(settings: Settings, config: Path | None, without: Sequence[str])
     if unknown:
         raise ConfigError(f"--without {','.join(unknown)}: no such process; there are {', '.join(MODULES)}")
     off = {name for name in ("gateway", "serving", "learner") if not getattr(settings, name).enabled}
+    if not settings.bootstrap_servers and not settings.archive.url:
+        off.add("archiver")  # queries fill the archive of an embedded workspace
     if not settings.learner.vocabulary and not settings.learner.model:
         off |= {"serving", "learner"}
     if settings.learner.model:
@@ -72,7 +78,22 @@ def child_specs(settings: Settings, config: Path | None, without: Sequence[str])
     if not names:
         raise ConfigError("nothing to run: every process is switched off; leave one out of --without")
     modules = MODULES | ({"serving": VLLM} if settings.serving.engine == "vllm" else {})
-    return [ChildSpec(name, python_command(modules[name], config)) for name in names]
+    specs: list[ChildSpec] = []
+    for name in names:
+        if name == "pipeline" and settings.bootstrap_servers:
+            specs += _workers(settings.process.workers, config)
+        else:
+            specs.append(ChildSpec(name, python_command(modules[name], config)))
+    return specs
+
+
+def _workers(count: int, config: Path | None) -> list[ChildSpec]:
+    """pipeline, pipeline-2, pipeline-3, ...: workers of one consumer group."""
+    command = python_command(WORKER, config)
+    return [
+        ChildSpec("pipeline" if n == 1 else f"pipeline-{n}", (*command, "--worker", str(n)))
+        for n in range(1, count + 1)
+    ]
 
 
 def _environment(settings: Settings, ports: dict[str, int]) -> dict[str, str]:
@@ -202,7 +223,7 @@ class Supervisor:
         self._state = "stopping"
         self._publish()
         order = {name: rank for rank, name in enumerate(STOP_ORDER)}
-        for child in sorted(self.children, key=lambda child: order.get(child.name, -1)):
+        for child in sorted(self.children, key=lambda child: order.get(child.name.partition("-")[0], -1)):
             await child.stop()
         for task in tasks:
             with contextlib.suppress(asyncio.CancelledError):
@@ -213,7 +234,9 @@ class Supervisor:
 
 def _modules(name: str) -> tuple[str, ...]:
     """What a process of that name may run."""
-    return (MODULES.get(name, "spanloop"), *((VLLM,) if name == "serving" else ()))
+    name = name.partition("-")[0]
+    others = {"serving": (VLLM,), "pipeline": (WORKER,)}
+    return (MODULES.get(name, "spanloop"), *others.get(name, ()))
 
 
 def _wait_for_orphans(workspace: Path, say: Callable[[str], None]) -> None:
@@ -275,7 +298,7 @@ def supervise(
             say(f"the last run (pid {lock.stale_pid}) was killed; going on from the log")
         _wait_for_orphans(settings.workspace, say)
         ports = claim_ports(settings, [spec.name for spec in specs])
-        SqliteLog(settings.database).close()  # a damaged log or a full disk shows here, once and plainly
+        open_log(settings).close()  # a damaged log, a full disk or absent brokers show here, once and plainly
 
         async def run() -> int:
             supervisor = Supervisor(

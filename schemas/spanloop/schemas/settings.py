@@ -234,6 +234,10 @@ class Process(_Section):
 
     group: str = "spanloop"
     """Consumer group (Faust app id): workers with one group share the partitions."""
+    workers: int = Field(1, ge=1, le=256)
+    """How many `spanloop up` starts; more than kafka.partitions have nothing to do."""
+    engine: str = Field("faust", pattern="^(faust|loop)$")
+    """Who consumes: Faust, or a plain confluent-kafka loop with the same stages (docs/adr/0008)."""
     snapshots: str = ""
     """Folder or s3://bucket/prefix of the state's snapshots; empty: WORKSPACE/snapshots. Workers on several hosts need one
     that all of them reach."""
@@ -244,7 +248,7 @@ class Process(_Section):
     """A worker that is silent for so long has lost its partitions."""
     metrics_host: str = "127.0.0.1"
     metrics_port: int = Field(0, ge=0, le=65535)
-    """Prometheus metrics on http://metrics_host:metrics_port/metrics; 0: none."""
+    """Prometheus metrics on http://metrics_host:metrics_port/metrics; 0: none. Worker n of several: metrics_port + n - 1."""
     stall_s: float = Field(30.0, gt=0)
     """The watchdog names a stage that has had records waiting and made no progress for so long."""
 

@@ -17,7 +17,6 @@ from spanloop.pipeline.ports import topic_of
 from spanloop.pipeline.runtimes.partition import FOLD_BUCKETS, PartitionMetrics
 from spanloop.pipeline.runtimes.workers import Workers
 from spanloop.schemas.errors import TransientError
-from spanloop.schemas.settings import Process
 
 __all__ = ["Family", "families", "serve", "start_otel"]
 
@@ -134,24 +133,24 @@ def _cumulative(counts: list[int]) -> list[tuple[str, float]]:
     return found
 
 
-def serve(settings: Process, workers: Workers) -> Callable[[], None]:
-    """Answer on http://metrics_host:metrics_port/metrics; returns what stops it.
+def serve(host: str, port: int, workers: Workers) -> Callable[[], None]:
+    """Answer on http://host:port/metrics, not at all where ``port`` is 0; returns what stops it.
 
     Raises:
         TransientError: the port is taken.
     """
-    if not settings.metrics_port:
+    if not port:
         return lambda: None
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(workers))  # type: ignore[arg-type]
     try:
-        server, thread = start_http_server(settings.metrics_port, settings.metrics_host, registry=registry)
+        server, thread = start_http_server(port, host, registry=registry)
     except OSError as exc:
         reason = "is in use by another process" if exc.errno == errno.EADDRINUSE else str(exc)
         raise TransientError(
-            f"metrics cannot be served on {settings.metrics_host}:{settings.metrics_port}: {reason}; set another "
+            f"metrics cannot be served on {host}:{port}: {reason}; set another "
             "process.metrics_port (SPANLOOP_PROCESS__METRICS_PORT), 0 for none"
         ) from exc
 

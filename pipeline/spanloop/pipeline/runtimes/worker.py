@@ -1,7 +1,7 @@
 """``spanloop process``: a worker of the Kafka runtime, from spans to samples.
 
 ``python -m spanloop.pipeline.runtimes.worker [--config TOML] [--engine faust|loop]`` prints one JSON line when it is ready,
-writes WORKSPACE/pipeline.json (or pipeline-NAME.json) once a second and ends with 0 on SIGTERM or SIGINT after a last snapshot.
+writes WORKSPACE/pipeline.json (worker n: pipeline-n.json) once a second and ends with 0 on SIGTERM or SIGINT after a last snapshot.
 """
 
 from __future__ import annotations
@@ -37,10 +37,18 @@ _log = logging.getLogger("spanloop.process")
 @click.option("--config", type=click.Path(path_type=Path), help="Settings file (TOML).")
 @click.option("--workspace", type=click.Path(path_type=Path), help="Folder for status and snapshots.")
 @click.option("--group", help="Consumer group: workers of one group share the partitions.")
-@click.option("--worker", "name", default="", help="Name of this worker in the status file.")
-@click.option("--engine", type=click.Choice(["faust", "loop"]), default="faust", show_default=True,
-              help="Who consumes: Faust, or a plain confluent-kafka loop with the same stages.")  # fmt: skip
-def process(config: Path | None, workspace: Path | None, group: str | None, name: str, engine: str) -> None:
+@click.option(
+    "--worker",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Number of this worker among those of a workspace: for its status file and metrics port.",
+)
+@click.option("--engine", type=click.Choice(["faust", "loop"]),
+              help="Who consumes: Faust, or a plain confluent-kafka loop.  [default: the settings' process.engine]")  # fmt: skip
+def process(
+    config: Path | None, workspace: Path | None, group: str | None, worker: int, engine: str | None
+) -> None:
     """Turn spans on Kafka into orchestrations, rewards, credit and samples.
 
     Start as many as there are partitions to share; kill any of them at any time. Each partition's state is in snapshots;
@@ -50,9 +58,10 @@ def process(config: Path | None, workspace: Path | None, group: str | None, name
     flags: dict[str, Any] = {}
     if workspace is not None:
         flags["workspace"] = workspace
-    if group is not None:
-        flags["process"] = {"group": group}
-    _run(load_settings(config, flags), engine, name)
+    chosen = {name: value for name, value in (("group", group), ("engine", engine)) if value is not None}
+    if chosen:
+        flags["process"] = chosen
+    _run(load_settings(config, flags), worker)
 
 
 def _configure_logging() -> None:
@@ -63,7 +72,8 @@ def _configure_logging() -> None:
         logging.getLogger(noisy).setLevel(logging.ERROR)
 
 
-def _run(settings: Settings, engine: str, name: str) -> None:
+def _run(settings: Settings, worker: int) -> None:
+    engine = settings.process.engine
     if not settings.bootstrap_servers:
         raise ConfigError(
             "no Kafka: set bootstrap_servers in the settings or SPANLOOP_BOOTSTRAP_SERVERS; without Kafka `spanloop up` runs "
@@ -95,14 +105,16 @@ def _run(settings: Settings, engine: str, name: str) -> None:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    status = settings.workspace / (f"pipeline-{name}.json" if name else "pipeline.json")
+    status = settings.workspace / ("pipeline.json" if worker == 1 else f"pipeline-{worker}.json")
     watchdog = Watchdog(workers, status)
     watchdog.start()
-    closers = [watchdog.stop, serve(settings.process, workers), start_otel(workers)]
+    port = settings.process.metrics_port + worker - 1 if settings.process.metrics_port else 0
+    host = settings.process.metrics_host
+    closers = [watchdog.stop, serve(host, port, workers), start_otel(workers)]
     collect_rarely()
 
     def ready() -> None:
-        click.echo(json.dumps({"ready": "pipeline", "url": _metrics_url(settings)}))
+        click.echo(json.dumps({"ready": "pipeline", "url": f"http://{host}:{port}/metrics" if port else ""}))
         sys.stdout.flush()
 
     try:
@@ -112,11 +124,6 @@ def _run(settings: Settings, engine: str, name: str) -> None:
         for close in closers:
             close()
         log.close()
-
-
-def _metrics_url(settings: Settings) -> str:
-    process = settings.process
-    return f"http://{process.metrics_host}:{process.metrics_port}/metrics" if process.metrics_port else ""
 
 
 def main() -> None:
