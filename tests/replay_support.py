@@ -12,8 +12,9 @@ from spanloop.pipeline.log.memory import MemoryLog
 from spanloop.pipeline.log.scan import scan
 from spanloop.pipeline.ports import new_record
 from spanloop.pipeline.replay.driver import replay
+from spanloop.pipeline.replay.hashes import credit_hash, rewards_hash
 from spanloop.pipeline.replay.plan import make_plan
-from spanloop.pipeline.replay.results import ResultSet, credit_hash, rewards_hash
+from spanloop.pipeline.replay.results import ResultSet
 from spanloop.pipeline.runtimes.embedded import EmbeddedRuntime
 from spanloop.pipeline.runtimes.process import build_stages
 from spanloop.pipeline.state.memory import MemoryState

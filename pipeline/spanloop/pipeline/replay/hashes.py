@@ -10,7 +10,7 @@ import msgspec
 from spanloop.schemas.canonical import content_hash
 from spanloop.schemas.events import CreditAssigned, RewardsComputed, SamplesBuilt
 
-__all__ = ["credit_hash", "rewards_hash", "samples_hash"]
+__all__ = ["credit_hash", "plain_credit", "plain_samples", "rewards_hash", "samples_hash"]
 
 
 def rewards_hash(event: RewardsComputed | None) -> str:
@@ -23,15 +23,21 @@ def rewards_hash(event: RewardsComputed | None) -> str:
     )
 
 
+def plain_credit(event: CreditAssigned) -> CreditAssigned:
+    """The ledger without revision numbers: what its hash is of."""
+    return msgspec.structs.replace(event, revision=0, orchestration_revision=0)
+
+
+def plain_samples(event: SamplesBuilt) -> SamplesBuilt:
+    """Training rows without revision number: what their hash is of."""
+    return msgspec.structs.replace(event, revision=0)
+
+
 def credit_hash(event: CreditAssigned | None) -> str:
     """Hash of the ledger, the version of the value model included; void credit is no credit."""
-    if event is None or not event.nodes:
-        return ""
-    return content_hash(msgspec.structs.replace(event, revision=0, orchestration_revision=0))
+    return content_hash(plain_credit(event)) if event is not None and event.nodes else ""
 
 
 def samples_hash(event: SamplesBuilt | None) -> str:
     """Hash of the training rows; samples without rows and reasons are none."""
-    if event is None or not (event.rows or event.excluded):
-        return ""
-    return content_hash(msgspec.structs.replace(event, revision=0))
+    return content_hash(plain_samples(event)) if event is not None and (event.rows or event.excluded) else ""

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 import spanloop.schemas
 from spanloop.pipeline.archive.files import Files, LocalFiles
-from spanloop.pipeline.replay.hashes import credit_hash, rewards_hash, samples_hash
+from spanloop.pipeline.replay.hashes import plain_credit, plain_samples, rewards_hash
 from spanloop.schemas.canonical import bytes_hash, canonical_json
 from spanloop.schemas.errors import ConfigError, TerminalError
 
@@ -105,8 +105,12 @@ class Result(msgspec.Struct, frozen=True):
 def result_of(item: Assembled, signal: Signal, version: str, problem: str) -> Result:
     """The row of one orchestration."""
     content = canonical_json(item.content)
-    credit = signal.credit if not problem else None
-    samples = signal.samples if not problem else None
+    credit = samples = b""
+    if not problem:
+        if signal.credit is not None and signal.credit.nodes:
+            credit = canonical_json(plain_credit(signal.credit))
+        if signal.samples is not None and (signal.samples.rows or signal.samples.excluded):
+            samples = canonical_json(plain_samples(signal.samples))
     recorded = {topic: row for topic, row in item.recorded.items() if row.told or row.hash}
     return Result(
         tenant=item.content.tenant,
@@ -123,13 +127,13 @@ def result_of(item: Assembled, signal: Signal, version: str, problem: str) -> Re
         problem=problem,
         content_hash=bytes_hash(content),
         rewards_hash=rewards_hash(signal.rewards),
-        credit_hash=credit_hash(credit),
-        samples_hash=samples_hash(samples),
+        credit_hash=bytes_hash(credit) if credit else "",
+        samples_hash=bytes_hash(samples) if samples else "",
         recorded=msgspec.json.encode(recorded) if recorded else b"",
         content=content,
         rewards=canonical_json(signal.rewards),
-        credit=canonical_json(credit) if credit is not None else b"",
-        samples=canonical_json(samples) if samples is not None else b"",
+        credit=credit,
+        samples=samples,
     )
 
 
