@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib.metadata import entry_points
 
 import pytest
 from kafka_broker import Broker, free_port
@@ -203,6 +204,11 @@ def test_without_servers_it_says_what_to_set(monkeypatch):
     monkeypatch.delenv("SPANLOOP_BOOTSTRAP_SERVERS", raising=False)
     with pytest.raises(ConfigError, match="SPANLOOP_BOOTSTRAP_SERVERS"):
         KafkaSpanExporter()
+
+
+def test_opentelemetry_finds_it_by_name():
+    (found,) = entry_points(group="opentelemetry_traces_exporter", name="spanloop_kafka")
+    assert found.load() is KafkaSpanExporter
 
 
 def test_the_import_is_light():

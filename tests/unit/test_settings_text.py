@@ -90,3 +90,14 @@ def test_a_variable_that_is_no_json_is_named(clean, value):
 def test_a_settings_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(ConfigError, match="cannot read"):
         load_settings(tmp_path)
+
+
+def test_secrets_of_kafka_clients_are_masked(clean):
+    client = {"sasl.username": "spanloop", "sasl.password": "hunter2", "ssl.key.pem": "x", "ssl.key.password": "y",
+              "sasl.jaas.config": "z", "security.protocol": "SASL_SSL"}  # fmt: skip
+    settings = load_settings(None, {"kafka": {"client": client}})
+    rows = {row["setting"]: row["value"] for row in resolved(settings, None)}
+    assert rows["kafka.client"] == {
+        "sasl.username": "spanloop", "sasl.password": MASK, "ssl.key.pem": MASK, "ssl.key.password": MASK,
+        "sasl.jaas.config": MASK, "security.protocol": "SASL_SSL",
+    }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ __all__ = ["MASK", "example", "resolved"]
 
 MASK = "********"
 """Stands for a secret that is set."""
+_SECRET = re.compile(r"password|secret|token|credential|jaas|\.pem$|\.config$", re.IGNORECASE)
+"""Properties of foreign clients that may hold one."""
 
 
 def example() -> str:
@@ -66,7 +69,8 @@ def _bounds(field: FieldInfo) -> str:
             if value is not None:
                 found[name] = value
     if "pattern" in found:
-        return "One of " + ", ".join(found["pattern"].strip("^$()").split("|")) + "."
+        choices = re.fullmatch(r"\^\(([\w|]+)\)\$", found["pattern"])
+        return f"One of {', '.join(choices[1].split('|'))}." if choices else f"Matches {found['pattern']}"
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     return ", ".join(f"{words[name]} {value}" for name, value in found.items())
 
@@ -117,4 +121,6 @@ def _shown(value: Any) -> Any:
         return {name: _shown(getattr(value, name)) for name in type(value).model_fields}
     if isinstance(value, tuple | list):
         return [_shown(item) for item in value]
+    if isinstance(value, dict):  # of librdkafka: sasl.password, ssl.key.pem, ...
+        return {key: MASK if _SECRET.search(key) else _shown(item) for key, item in value.items()}
     return str(value) if isinstance(value, Path) else value
