@@ -253,10 +253,14 @@ def test_one_port_for_two_servers_is_refused(tmp_path):
 def test_settings_and_without_decide_what_runs(tmp_path):
     words: dict[str, object] = {"vocabulary": ("a",)}
     names = [spec.name for spec in child_specs(load_settings(None, {"learner": words}), None, [])]
-    assert names == list(MODULES)
+    assert names == [
+        name for name in MODULES if name != "archiver"
+    ]  # queries fill an embedded workspace's archive
+    there = load_settings(None, {"learner": words, "archive": {"url": "s3://bucket/x"}})
+    assert [spec.name for spec in child_specs(there, None, [])] == list(MODULES)
     names = [spec.name for spec in child_specs(load_settings(), None, [])]
     assert names == [
-        name for name in MODULES if name not in ("serving", "learner")
+        name for name in MODULES if name not in ("serving", "learner", "archiver")
     ]  # no policy without words
     config = tmp_path / "spanloop.toml"
     specs = child_specs(load_settings(None, {"learner": {**words, "enabled": False}}), config, ["gateway"])
@@ -299,7 +303,14 @@ def test_a_workspace_that_cannot_be_made_names_the_setting(tmp_path):
 def test_over_kafka_the_pipeline_is_workers_of_one_group():
     sections = {"bootstrap_servers": "127.0.0.1:1", "process": {"workers": 3}}
     specs = child_specs(load_settings(None, sections), Path("/x.toml"), [])
-    assert [spec.name for spec in specs] == ["collector", "pipeline", "pipeline-2", "pipeline-3", "gateway"]
+    assert [spec.name for spec in specs] == [
+        "collector",
+        "pipeline",
+        "pipeline-2",
+        "pipeline-3",
+        "gateway",
+        "archiver",
+    ]
     for number, spec in enumerate(specs[1:4], 1):
         assert spec.command[2:] == (
             "spanloop.pipeline.runtimes.worker",
