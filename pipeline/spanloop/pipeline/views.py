@@ -64,15 +64,20 @@ _DECISIONS_SQL = """SELECT e.tenant, e.orchestration_id, e.revision,
   CASE e.type WHEN 'spawn' THEN 'O1' WHEN 'delegate' THEN 'O2' WHEN 'message' THEN 'O3' WHEN 'aggregate' THEN 'O4' ELSE 'O5' END
     AS decision,
   e.type AS kind, e.agent, e.agent_id, coalesce(nullif(e.to_agent, ''), nullif(e.tool, ''), e.type) AS chosen, e.id AS event_id,
-  nullif(e.call_id, '') AS call_id, e.t, s.policy_version, s.response_token_ids AS action, s.menu_ids AS menu,
-  exp(list_sum(s.logprobs)) AS propensity,
-  s.menu_values[-1][list_position(s.menu_ids[-1], s.response_token_ids[-1])] AS value, c.credit, c.credit_micro,
+  nullif(e.call_id, '') AS call_id, e.t, s.policy_version, s.action, s.menu, s.propensity, s.value, c.credit, c.credit_micro,
   e.confidence, e.rule
 FROM events e
-LEFT JOIN samples s ON s.tenant = e.tenant AND s.orchestration_id = e.orchestration_id AND s.call_id = e.call_id
-LEFT JOIN (SELECT tenant, orchestration_id, subject, credit, credit_micro FROM credits WHERE unit = 'message' AND label = 'decision') c
-  ON c.tenant = e.tenant AND c.orchestration_id = e.orchestration_id AND c.subject = e.call_id
+LEFT JOIN (SELECT hash(tenant, orchestration_id) AS job, hash(call_id) AS call, policy_version, response_token_ids AS action,
+    menu_ids AS menu, exp(list_sum(logprobs)) AS propensity,
+    menu_values[-1][list_position(menu_ids[-1], response_token_ids[-1])] AS value
+  FROM samples) s ON s.job = hash(e.tenant, e.orchestration_id) AND s.call = hash(e.call_id)
+LEFT JOIN (SELECT hash(tenant, orchestration_id) AS job, hash(subject) AS call, credit, credit_micro
+  FROM credits WHERE unit = 'message' AND label = 'decision') c
+  ON c.job = hash(e.tenant, e.orchestration_id) AND c.call = hash(e.call_id)
 WHERE e.type IN ('spawn', 'delegate', 'message', 'aggregate', 'stop')"""
+"""A decision's propensity is that of the model call that took it: the product over its response tokens. Its value is what the
+value model gave the option chosen at the last of them, which is the value of having decided so. Joined by two 64-bit hashes:
+with three texts as key the tables of ten million spans would not fit in a gibibyte."""
 _DECISION_TABLES = ("events", "orchestrations", "samples", "sample_heads", "credits", "credit_heads")
 _ORDERED = ("orchestrations", "rewards", "credits", "samples", "feedback")
 

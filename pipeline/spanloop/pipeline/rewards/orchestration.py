@@ -26,6 +26,7 @@ __all__ = [
     "parl_reward",
     "stages_of",
     "work_and_span",
+    "work_graph",
 ]
 
 ESTIMATOR = "parl/1"
@@ -184,7 +185,7 @@ def orchestration_rewards(content: OrchestrationContent, weights: tuple[int, int
     spawned = [agent for agent in content.agents if agent.parent_id]
     finished = sum(agent.status == "ok" for agent in spawned)
     finish = round(MICRO * finished / len(spawned)) if spawned else 0
-    work, span = _work_and_span_of(content)
+    work, span = work_and_span(*work_graph(content))
     estimator = ESTIMATOR if spawned else NOTHING_SPAWNED
 
     def reward(name: str, value: int, weight: int = 0, scaffold: bool = True) -> Reward:
@@ -200,8 +201,9 @@ def orchestration_rewards(content: OrchestrationContent, weights: tuple[int, int
     ]
 
 
-def _work_and_span_of(content: OrchestrationContent) -> tuple[int, int]:
-    """Nanoseconds of work and span over model calls and agents that make none, by structure and not by clock."""
+def work_graph(content: OrchestrationContent) -> tuple[dict[str, int], dict[str, set[str]]]:
+    """What was worked on and in which order, for ``work_and_span``: model calls by id and agents that make none as
+    "agent:ID" with their nanoseconds, and the predecessors of each, by structure and not by clock."""
     family = _family(content)
     weights: dict[str, int] = {}
     after: dict[str, set[str]] = {}
@@ -231,7 +233,7 @@ def _work_and_span_of(content: OrchestrationContent) -> tuple[int, int]:
             after.setdefault(chains[agent.id][0], set()).add(parent[at])
         if at + 1 < len(parent):
             after.setdefault(parent[at + 1], set()).add(chains[agent.id][-1])
-    return work_and_span(weights, after)
+    return weights, after
 
 
 def _turn_before(agent: Agent, turns: Sequence[ModelCall]) -> int:

@@ -1,0 +1,48 @@
+"""The names that SQL may use, with columns, meaning and an example: what ``spanloop query`` without SQL lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import duckdb
+
+from spanloop.pipeline.macros import CRITICAL_PATH, MACROS
+from spanloop.pipeline.query import critical
+from spanloop.pipeline.query.plan import sql_columns
+from spanloop.pipeline.query.sandbox import table_sql
+from spanloop.pipeline.tables import TABLES
+from spanloop.pipeline.views import VIEWS
+
+__all__ = ["describe"]
+
+
+def describe() -> list[dict[str, Any]]:
+    """For each view and macro: name (``view`` or ``macro``), meaning, columns with types, and an example."""
+    connection: Any = duckdb.connect(":memory:")
+    try:
+        for name in TABLES:
+            connection.execute(
+                f"CREATE TEMP VIEW t_{name} AS {table_sql({'columns': sql_columns(name), 'parts': []}, None)}"
+            )
+        connection.create_function(CRITICAL_PATH, critical.rows, list(critical.PARAMETERS), critical.RETURNS)
+        found = []
+        for view in VIEWS.values():
+            connection.execute(f"CREATE TEMP VIEW {view.name} AS {view.sql}")
+            columns = _columns(connection, f"DESCRIBE {view.name}")
+            found.append(
+                {"view": view.name, "meaning": view.meaning, "columns": columns, "example": view.example}
+            )
+        for macro in MACROS.values():
+            connection.execute(f"CREATE TEMP MACRO {macro.name}({macro.parameters}) AS TABLE {macro.sql}")
+            argument = {"provenance": "1", "staleness": ""}.get(macro.name, "''")
+            columns = _columns(connection, f"DESCRIBE FROM {macro.name}({argument})")
+            found.append(
+                {"macro": macro.call, "meaning": macro.meaning, "columns": columns, "example": macro.example}
+            )
+        return found
+    finally:
+        connection.close()
+
+
+def _columns(connection: Any, sql: str) -> dict[str, str]:
+    return {row[0]: row[1] for row in connection.execute(sql).fetchall()}
