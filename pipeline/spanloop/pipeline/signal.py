@@ -49,7 +49,7 @@ from spanloop.schemas.orchestration import OrchestrationContent
 if TYPE_CHECKING:
     from spanloop.schemas.settings import Pipeline
 
-__all__ = ["NO_MODEL", "Signal", "SignalStage", "derive"]
+__all__ = ["NO_MODEL", "Draft", "Signal", "SignalStage", "derive", "estimate_drafts", "finish_draft"]
 
 NO_MODEL = "none"
 """Version recorded where no value model existed."""
@@ -65,7 +65,7 @@ class Signal(msgspec.Struct, frozen=True):
     """Only of complete orchestrations with a final reward."""
 
 
-class _Draft(msgspec.Struct):
+class Draft(msgspec.Struct):
     """An orchestration on its way through ``derive``."""
 
     content: OrchestrationContent
@@ -95,15 +95,15 @@ def derive(
         model: That model; None for ``NO_MODEL``.
     """
     composite = compose(content, list(feedback), complete=complete, terms=RewardTerms.of(settings))
-    draft = _Draft(content, composite, version)
-    _estimate([draft], {version: Asking(model)} if model is not None else {})
-    return _finish(draft, complete, settings)
+    draft = Draft(content, composite, version)
+    estimate_drafts([draft], {version: Asking(model)} if model is not None else {})
+    return finish_draft(draft, complete, settings)
 
 
-def _estimate(drafts: list[_Draft], models: Mapping[str, Asking]) -> None:
+def estimate_drafts(drafts: list[Draft], models: Mapping[str, Asking]) -> None:
     """Fill in casts and estimates; one prediction a model for all drafts."""
     credited = [draft for draft in drafts if draft.composite.team is not None]
-    incomplete: list[_Draft] = []
+    incomplete: list[Draft] = []
     for asking in models.values():
         asking.make_room()
     for draft in credited:
@@ -122,7 +122,8 @@ def _estimate(drafts: list[_Draft], models: Mapping[str, Asking]) -> None:
             draft.estimates = estimate(draft.cast, draft.composite.team or 0, asking, asking.encode)
 
 
-def _finish(draft: _Draft, complete: bool, settings: Pipeline) -> Signal:
+def finish_draft(draft: Draft, complete: bool, settings: Pipeline) -> Signal:
+    """Rewards, credit and samples of an estimated draft, revision 1."""
     content, composite = draft.content, draft.composite
     rewards = RewardsComputed(
         tenant=content.tenant,
@@ -297,7 +298,7 @@ class SignalStage:
         return bool(counted) and all(item.final for item in counted)
 
     def _derive(self, keys: list[str]) -> list[Event]:
-        drafts: dict[str, _Draft] = {}
+        drafts: dict[str, Draft] = {}
         for key in keys:
             held = self._store.held.get(key)
             if held is None or held.merged_into:
@@ -306,21 +307,21 @@ class SignalStage:
             composite = compose(
                 content, self._store.feedback_on(key), complete=held.complete, terms=self._terms
             )
-            drafts[key] = _Draft(content, composite, held.value_model or NO_MODEL)
+            drafts[key] = Draft(content, composite, held.value_model or NO_MODEL)
         versions = {(draft.content.tenant, draft.version) for draft in drafts.values()}
-        by_tenant: dict[str, list[_Draft]] = {}
+        by_tenant: dict[str, list[Draft]] = {}
         for draft in drafts.values():
             by_tenant.setdefault(draft.content.tenant, []).append(draft)
         for tenant, items in sorted(by_tenant.items()):
             wanted = sorted(v for t, v in versions if t == tenant and v != NO_MODEL)
-            _estimate(items, {v: self._ask(tenant, v) for v in wanted})
+            estimate_drafts(items, {v: self._ask(tenant, v) for v in wanted})
         events: list[Event] = []
         for key in keys:
             held = self._store.held.get(key)
             if held is None:
                 continue
             draft = drafts.get(key)
-            signal = _finish(draft, held.complete, self._settings) if draft else _void(held)
+            signal = finish_draft(draft, held.complete, self._settings) if draft else _void(held)
             events += self._emit(held, signal)
         return events
 

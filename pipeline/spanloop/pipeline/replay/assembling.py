@@ -24,7 +24,7 @@ from spanloop.pipeline.held import FEEDBACK_MAX, targets_of
 from spanloop.pipeline.replay.reading import FeedbackRow, SpansRow, VersionRow, decode_row
 from spanloop.pipeline.replay.results import Result, result_of
 from spanloop.pipeline.rewards.compose import RewardTerms, compose
-from spanloop.pipeline.signal import NO_MODEL, _Draft, _estimate, _finish
+from spanloop.pipeline.signal import NO_MODEL, Draft, estimate_drafts, finish_draft
 from spanloop.schemas import topics
 from spanloop.schemas.events import FeedbackReceived, decode
 from spanloop.schemas.ids import orchestration_id
@@ -194,14 +194,14 @@ class Deriver:
         self._terms = RewardTerms.of(settings)
         self._asking = asking
         self._version_of = version_of
-        self._waiting: dict[tuple[str, str], list[tuple[Assembled, _Draft]]] = {}
+        self._waiting: dict[tuple[str, str], list[tuple[Assembled, Draft]]] = {}
         self._count = 0
 
     def add(self, item: Assembled) -> list[Result]:
         """Take an orchestration; returns the results that are ready."""
         composite = compose(item.content, item.feedback, complete=item.complete, terms=self._terms)
         version = self._version_of(item)
-        draft = _Draft(item.content, composite, version)
+        draft = Draft(item.content, composite, version)
         key = (item.content.tenant, version)
         waiting = self._waiting.setdefault(key, [])
         waiting.append((item, draft))
@@ -227,8 +227,8 @@ class Deriver:
             else:
                 models[version] = asking
         if not problem:
-            _estimate([draft for _, draft in waiting], models)
+            estimate_drafts([draft for _, draft in waiting], models)
         return [
-            result_of(item, _finish(draft, item.complete, self._settings), version, problem)
+            result_of(item, finish_draft(draft, item.complete, self._settings), version, problem)
             for item, draft in waiting
         ]
