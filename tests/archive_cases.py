@@ -28,7 +28,9 @@ from spanloop.schemas.settings import load_settings
 LOOP = Path(__file__).with_name("archive_loop.py")
 
 
-def queries_while_the_archiver_is_killed(workspace: Path, *, kills: int, readers: int, seconds: float) -> int:
+def queries_while_the_archiver_is_killed(
+    workspace: Path, *, kills: int, readers: int, seconds: float, queries: int = 0
+) -> int:
     """Case 39: how many queries ran; none failed, rows never went back, and at the end every row is there once."""
     workspace.mkdir(exist_ok=True)
     SqliteLog(workspace / "spanloop.db").close()
@@ -43,13 +45,15 @@ def queries_while_the_archiver_is_killed(workspace: Path, *, kills: int, readers
     for thread in threads:
         thread.start()
     try:
-        for number in range(kills):
+        for number in range(kills + 1):
             loop = subprocess.Popen(
                 [sys.executable, str(LOOP), str(workspace), str(number)], stdout=subprocess.PIPE, text=True
             )
             assert loop.stdout is not None
             assert loop.stdout.readline().strip() == "ready"
             time.sleep(seconds / kills * rng.uniform(0.5, 1.0))
+            if number == kills:  # the last one runs until there were enough queries
+                _wait(lambda: len(counts) >= queries or bool(failures), seconds=600)
             loop.send_signal(signal.SIGKILL)
             loop.wait()
             loop.stdout.close()
@@ -178,8 +182,8 @@ def bad_files_and_a_full_volume(volume: Path, workspace: Path, *, full_s: float)
     check_loaded(log, store)
 
 
-def _wait(holds) -> None:
-    deadline = time.monotonic() + 30
+def _wait(holds, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -9,9 +9,13 @@ from archive_cases import bad_files_and_a_full_volume, queries_while_the_archive
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_case_39_in_full(tmp_path: Path) -> None:
-    assert queries_while_the_archiver_is_killed(tmp_path / "ws", kills=20, readers=10, seconds=60.0) >= 500
+    workspace = tmp_path / "ws"
+    assert (
+        queries_while_the_archiver_is_killed(workspace, kills=20, readers=10, seconds=60.0, queries=1000)
+        >= 1000
+    )
 
 
 @pytest.mark.full

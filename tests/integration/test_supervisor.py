@@ -311,15 +311,10 @@ def test_over_kafka_the_pipeline_is_workers_of_one_group():
         "gateway",
         "archiver",
     ]
-    for number, spec in enumerate(specs[1:4], 1):
-        assert spec.command[2:] == (
-            "spanloop.pipeline.runtimes.worker",
-            "--config",
-            "/x.toml",
-            "--worker",
-            str(number),
-        )
+    for more, spec in zip(((), ("--worker", "2"), ("--worker", "3")), specs[1:4], strict=True):
+        assert spec.command[2:] == ("spanloop.pipeline.runtimes.worker", "--config", "/x.toml", *more)
     assert [spec.name for spec in child_specs(load_settings(None, sections), None, ["pipeline"])] == [
         "collector",
         "gateway",
+        "archiver",
     ]

@@ -50,7 +50,7 @@ def _names(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> li
     "--without",
     multiple=True,
     callback=_names,
-    help="Processes to leave out: collector, pipeline, gateway, serving, learner; comma-separated.",
+    help="Processes to leave out: collector, pipeline, gateway, serving, learner, archiver; comma-separated.",
 )
 @click.option(
     "--status-file",
