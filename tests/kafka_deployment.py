@@ -152,9 +152,7 @@ class Deployment:
         found: dict[str, set[str]] = {}
         for name in self.workers:
             with contextlib.suppress(OSError, ValueError):
-                status = json.loads(
-                    (self.folder / ("pipeline.json" if name == "1" else f"pipeline-{name}.json")).read_text()
-                )
+                status = json.loads((self.folder / f"pipeline-{name}.json").read_text())
                 if status["pid"] == self.workers[name].pid:
                     found[name] = set(status["stages"])
         return found

@@ -90,10 +90,8 @@ def child_specs(settings: Settings, config: Path | None, without: Sequence[str])
 def _workers(count: int, config: Path | None) -> list[ChildSpec]:
     """pipeline, pipeline-2, pipeline-3, ...: workers of one consumer group."""
     command = python_command(WORKER, config)
-    return [
-        ChildSpec("pipeline" if n == 1 else f"pipeline-{n}", (*command, "--worker", str(n)))
-        for n in range(1, count + 1)
-    ]
+    others = [ChildSpec(f"pipeline-{n}", (*command, "--worker", str(n))) for n in range(2, count + 1)]
+    return [ChildSpec("pipeline", command), *others]
 
 
 def _environment(settings: Settings, ports: dict[str, int]) -> dict[str, str]:

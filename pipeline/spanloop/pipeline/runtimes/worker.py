@@ -1,7 +1,7 @@
 """``spanloop process``: a worker of the Kafka runtime, from spans to samples.
 
 ``python -m spanloop.pipeline.runtimes.worker [--config TOML] [--engine faust|loop]`` prints one JSON line when it is ready,
-writes WORKSPACE/pipeline.json (worker n: pipeline-n.json) once a second and ends with 0 on SIGTERM or SIGINT after a last snapshot.
+writes WORKSPACE/pipeline.json (or pipeline-NAME.json) once a second and ends with 0 on SIGTERM or SIGINT after a last snapshot.
 """
 
 from __future__ import annotations
@@ -39,15 +39,13 @@ _log = logging.getLogger("spanloop.process")
 @click.option("--group", help="Consumer group: workers of one group share the partitions.")
 @click.option(
     "--worker",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Number of this worker among those of a workspace: for its status file and metrics port.",
+    default="",
+    help="Name of this worker in its status file; a number n also means metrics port + n - 1.",
 )
 @click.option("--engine", type=click.Choice(["faust", "loop"]),
               help="Who consumes: Faust, or a plain confluent-kafka loop.  [default: the settings' process.engine]")  # fmt: skip
 def process(
-    config: Path | None, workspace: Path | None, group: str | None, worker: int, engine: str | None
+    config: Path | None, workspace: Path | None, group: str | None, worker: str, engine: str | None
 ) -> None:
     """Turn spans on Kafka into orchestrations, rewards, credit and samples.
 
@@ -72,7 +70,7 @@ def _configure_logging() -> None:
         logging.getLogger(noisy).setLevel(logging.ERROR)
 
 
-def _run(settings: Settings, worker: int) -> None:
+def _run(settings: Settings, worker: str) -> None:
     engine = settings.process.engine
     if not settings.bootstrap_servers:
         raise ConfigError(
@@ -105,11 +103,12 @@ def _run(settings: Settings, worker: int) -> None:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    status = settings.workspace / ("pipeline.json" if worker == 1 else f"pipeline-{worker}.json")
+    status = settings.workspace / (f"pipeline-{worker}.json" if worker else "pipeline.json")
     watchdog = Watchdog(workers, status)
     watchdog.start()
-    port = settings.process.metrics_port + worker - 1 if settings.process.metrics_port else 0
-    host = settings.process.metrics_host
+    host, port = settings.process.metrics_host, settings.process.metrics_port
+    if port and worker.isdigit():
+        port += max(0, int(worker) - 1)
     closers = [watchdog.stop, serve(host, port, workers), start_otel(workers)]
     collect_rarely()
 
