@@ -1,21 +1,50 @@
-"""A log with partitions in memory, and a seeded scheduler that runs the partitioned stages over it in any interleaving."""
+"""A log with partitions in memory, and a seeded scheduler that runs the partitioned stages over it as a careless cluster would.
+
+Workers take batches in any interleaving, time passes in between, records come twice or again much later, a worker dies with
+part of its outputs appended, goes on from an older snapshot, and may not know that it is dead.
+"""
 
 from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
 
 from spanloop.pipeline.normalise import NormaliseStage
-from spanloop.pipeline.ports import LogRecord, NewRecord, Stage, output_records, source_of, topic_of
+from spanloop.pipeline.ports import (
+    LogRecord,
+    NewRecord,
+    Stage,
+    StageOutput,
+    output_records,
+    source_of,
+    topic_of,
+)
 from spanloop.pipeline.shard import ShardStage
 from spanloop.schemas import topics
 from spanloop.schemas.settings import Pipeline
 
-__all__ = ["PartitionedLog", "Partitions"]
+__all__ = ["Faults", "PartitionedLog", "Partitions"]
 
-CRASHES_MAX = 8
-"""A world whose workers lose half of their work at every seventh step never gets anywhere."""
+S = 10**9
+CRASHES_MAX = 6
+"""Of one world: with more it would hardly come to an end, as each throws it back."""
+OWNED = (topics.ORCHESTRATIONS, topics.REWARDS, topics.CREDITS)
+
+
+class Faults(msgspec.Struct, frozen=True, kw_only=True):
+    """Chances of each fault at a step."""
+
+    repeat: float = 0.0
+    """Of an appended record: it is appended twice, the second time at once or at some later step."""
+    crash: float = 0.0
+    """A worker loses its memory, and a part of the outputs of its last step was never appended."""
+    zombie: float = 0.0
+    """Of a crash: the old worker goes on for some steps beside the new one."""
+    time: float = 0.2
+    """Up to two minutes pass."""
 
 
 class PartitionedLog:
@@ -24,50 +53,112 @@ class PartitionedLog:
     def __init__(self, partitions: int) -> None:
         self.partitions = partitions
         self.records: dict[str, list[LogRecord]] = {}
-        self.num_appended = 0
+        self.now_ns = 0
 
     def append(self, new: Sequence[NewRecord]) -> None:
         for record in new:
-            if record.topic in topics.SINGLE:
-                partition = 0
-            elif record.partition is not None:
-                partition = record.partition
-            else:
-                partition = zlib.crc32(record.key.encode()) % self.partitions
-            source = source_of(record.topic, partition)
+            source = self.source(record)
             held = self.records.setdefault(source, [])
-            self.num_appended += 1
             held.append(
                 LogRecord(
-                    record.topic,
-                    len(held),
-                    record.key,
-                    record.event_id,
-                    record.value,
-                    self.num_appended,
-                    partition,
+                    record.topic, len(held), record.key, record.event_id, record.value, self.now_ns, topic_of(source)[1]
                 )
-            )
+            )  # fmt: skip
+
+    def source(self, record: NewRecord) -> str:
+        if record.topic in topics.SINGLE:
+            return record.topic
+        if record.partition is not None:
+            return source_of(record.topic, record.partition)
+        return source_of(record.topic, zlib.crc32(record.key.encode()) % self.partitions)
 
     def sources(self, name: str) -> list[str]:
-        topic, partition = topic_of(name)
-        if "/" in name or topic in topics.SINGLE:
-            return [source_of(topic, partition)]
-        return [source_of(topic, n) for n in range(self.partitions)]
+        if "/" in name:
+            return [source_of(*topic_of(name))]
+        if name in topics.SINGLE:
+            return [name]
+        return [source_of(name, n) for n in range(self.partitions)]
+
+    def after(self, source: str, offset: int) -> list[LogRecord]:
+        return self.records.get(source, [])[offset + 1 :]
+
+    def end(self, source: str) -> int:
+        return len(self.records.get(source, [])) - 1
 
     def all(self, topic: str) -> list[LogRecord]:
         return [r for s in self.sources(topic) for r in self.records.get(s, [])]
 
 
-class _Worker:
-    """A stage with its offsets, its state, and older snapshots of both."""
+class _Snapshot(msgspec.Struct):
+    offsets: dict[str, int]
+    entries: dict[str, bytes]
+    written: dict[str, int]
 
-    def __init__(self, stage: Stage, fresh) -> None:
-        self.stage = stage
-        self.fresh = fresh
-        self.offsets: dict[str, int] = {}
-        self.entries: dict[str, bytes] = {}
-        self.snapshots: list[tuple[dict[str, int], dict[str, bytes], dict[str, int]]] = [({}, {}, {})]
+
+class _Worker:
+    """A stage as a runtime carries it: offsets, state, snapshots, and the ends of its own outputs."""
+
+    def __init__(self, log: PartitionedLog, fresh: Callable[[], Stage], snapshots: list[_Snapshot]) -> None:
+        self.log, self.fresh, self.snapshots = log, fresh, snapshots
+        self.stage = fresh()
+        kept = snapshots[-1]
+        self.offsets, self.entries = dict(kept.offsets), dict(kept.entries)
+        self.written = dict(kept.written)
+        self.stage.restore(self.entries)
+        own = getattr(self.stage, "output_partition", None)
+        self.own = [] if own is None else [source_of(topic, own) for topic in OWNED]
+        self.observe()
+        if self.own:
+            for record in log.after(topics.SAMPLES, self.written.get(topics.SAMPLES, -1)):
+                self._observe(record)
+        self.behind = {source: log.end(source) for source in self.sources()}
+        """Ends of the inputs when it started: before it has these it does not tick."""
+        self.steps_left = -1
+
+    def sources(self) -> Iterator[str]:
+        for name in self.stage.topics:
+            yield from self.log.sources(name)
+
+    def _observe(self, record: LogRecord) -> None:
+        assert isinstance(self.stage, ShardStage)
+        self.stage.observe(record)
+
+    def observe(self) -> None:
+        """Take note of own outputs that somebody else wrote."""
+        for source in self.own:
+            for record in self.log.after(source, self.written.get(source, -1)):
+                self._observe(record)
+            self.written[source] = self.log.end(source)
+
+    def wrote(self, source: str) -> None:
+        """An own output is on the log: what stands between it and the one before was written by somebody else."""
+        for record in self.log.after(source, self.written.get(source, -1))[:-1]:
+            self._observe(record)
+        self.written[source] = self.log.end(source)
+
+    def pending(self) -> list[tuple[str, list[LogRecord]]]:
+        waiting = (
+            (source, self.log.after(source, self.offsets.get(source, -1))) for source in self.sources()
+        )
+        return [(source, records) for source, records in waiting if records]
+
+    def caught_up(self) -> bool:
+        return all(self.offsets.get(source, -1) >= end for source, end in self.behind.items())
+
+    def due(self, now_ns: int) -> bool:
+        timer = self.stage.next_timer_ns()
+        return timer is not None and timer <= now_ns and self.caught_up()
+
+    def commit(self, output: StageOutput) -> None:
+        for key, value in output.writes.items():
+            if value is None:
+                self.entries.pop(key, None)
+            else:
+                self.entries[key] = value
+
+    def snapshot(self) -> None:
+        written = {**self.written, topics.SAMPLES: self.log.end(topics.SAMPLES)}
+        self.snapshots.append(_Snapshot(dict(self.offsets), dict(self.entries), written))
 
 
 class Partitions:
@@ -77,93 +168,128 @@ class Partitions:
         settings: of the pipeline.
         partitions: P.
         seed: of the interleaving.
-        repeat: chance that a batch is delivered again.
-        crash: chance that a worker loses its memory at a step.
+        faults: what goes wrong.
     """
 
     def __init__(
-        self, settings: Pipeline, partitions: int, seed: int = 0, repeat: float = 0.0, crash: float = 0.0
-    ):
+        self, settings: Pipeline, partitions: int, seed: int = 0, faults: Faults | None = None
+    ) -> None:
         self.log = PartitionedLog(partitions)
         self.random = random.Random(seed)
-        self.repeat, self.crash = repeat, crash
-        self.now_ns = 0
-        self.num_crashes = 0
-        self.workers = [_Worker(NormaliseStage(partitions), lambda: NormaliseStage(partitions))]
-        for n in range(partitions):
-            make = lambda n=n: ShardStage(settings, n, partitions)  # noqa: E731
-            self.workers.append(_Worker(make(), make))
-        for worker in self.workers:
-            worker.stage.restore({})
+        self.faults = faults or Faults()
+        self.num_crashes = self.num_zombies = 0
+        self.again: list[NewRecord] = []
+        self.zombies: list[_Worker] = []
+        fresh: list[Callable[[], Stage]] = [lambda: NormaliseStage(partitions)]
+        fresh += [lambda n=n: ShardStage(settings, n, partitions) for n in range(partitions)]
+        self.workers = [_Worker(self.log, make, [_Snapshot({}, {}, {})]) for make in fresh]
 
-    def _pending(self, worker: _Worker) -> list[tuple[str, list[LogRecord]]]:
-        found = []
-        for name in worker.stage.topics:
-            for source in self.log.sources(name):
-                behind = self.log.records.get(source, [])[worker.offsets.get(source, -1) + 1 :]
-                if behind:
-                    found.append((source, behind))
-        return found
+    @property
+    def now_ns(self) -> int:
+        return self.log.now_ns
 
-    def _emit(self, worker: _Worker, output) -> None:
-        self.log.append(output_records(worker.stage, output.events))
-        for key, value in output.writes.items():
-            if value is None:
-                worker.entries.pop(key, None)
-            else:
-                worker.entries[key] = value
+    def _happens(self, chance: float) -> bool:
+        return chance > 0 and self.random.random() < chance
 
-    def step(self) -> bool:
-        """One worker takes one batch; False when nobody has anything."""
-        busy = [w for w in self.workers if self._pending(w)]
-        if not busy:
-            return False
-        worker = self.random.choice(busy)
-        source, behind = self.random.choice(self._pending(worker))
-        batch = behind[: self.random.randint(1, 5)]
-        self._emit(worker, worker.stage.process(batch, self.now_ns))
-        worker.offsets[source] = batch[-1].offset
-        if self.random.random() < self.repeat:
-            self._emit(worker, worker.stage.process(batch, self.now_ns))
-        if self.random.random() < 0.2:
-            ends = {s: len(r) for s, r in self.log.records.items()}
-            worker.snapshots.append((dict(worker.offsets), dict(worker.entries), ends))
-        if self.num_crashes < CRASHES_MAX and self.random.random() < self.crash:
+    # ------------------------------------------------------------ outputs
+
+    def _append(self, records: list[NewRecord]) -> None:
+        self.log.append(records)
+        for record in records:
+            if self._happens(self.faults.repeat):
+                self.again.append(record)
+        while self.again and self._happens(0.5):
+            late = self.again.pop(self.random.randrange(len(self.again)))
+            if late.topic not in OWNED:  # an owned topic has one writer, that notices what it did not write
+                self.log.append([late])
+
+    def _emit(self, worker: _Worker, output: StageOutput) -> bool:
+        """Outputs on the log, then state; False where the worker died in between."""
+        records = output_records(worker.stage, output.events)
+        if worker.steps_left < 0 and self.num_crashes < CRASHES_MAX and self._happens(self.faults.crash):
+            by_source: dict[str, list[NewRecord]] = {}
+            for record in records:
+                by_source.setdefault(self.log.source(record), []).append(record)
+            for part in by_source.values():  # each source in order, as far as it came
+                self._append(part[: self.random.randint(0, len(part))])
             self._restart(worker)
+            return False
+        for record in records:
+            self._append([record])
+            source = self.log.source(record)
+            if source in worker.own:
+                worker.wrote(source)
+        worker.commit(output)
         return True
 
     def _restart(self, worker: _Worker) -> None:
         """Lose everything since some snapshot; outputs stay on the log and are observed."""
         self.num_crashes += 1
-        kept = self.random.randrange(len(worker.snapshots))
-        worker.snapshots = worker.snapshots[: kept + 1]
-        offsets, entries, ends = worker.snapshots[-1]
-        worker.offsets, worker.entries = dict(offsets), dict(entries)
-        worker.stage = worker.fresh()
-        worker.stage.restore(worker.entries)
-        own = getattr(worker.stage, "output_partition", None)
-        if own is None:
-            return
-        for topic in (topics.ORCHESTRATIONS, topics.REWARDS, topics.CREDITS):
-            source = source_of(topic, own)
-            for record in self.log.records.get(source, [])[ends.get(source, 0) :]:
-                worker.stage.observe(record)
-        for record in self.log.records.get(topics.SAMPLES, [])[ends.get(topics.SAMPLES, 0) :]:
-            worker.stage.observe(record)
+        if self._happens(self.faults.zombie):
+            self.num_zombies += 1
+            worker.steps_left = self.random.randint(1, 12)
+            self.zombies.append(worker)
+        kept = worker.snapshots[: self.random.randint(1, len(worker.snapshots))]
+        self.workers[self.workers.index(worker)] = _Worker(self.log, worker.fresh, kept)
 
-    def settle(self) -> None:
-        """Deliver everything, let time pass until nothing is due within a day, and deliver again."""
+    # ------------------------------------------------------------ steps
+
+    def step(self) -> bool:
+        """One worker takes one batch, or time passes; False when nobody has anything."""
+        if self._happens(self.faults.time):
+            self.pass_time(self.random.choice([1, 2, 60, 120]) * S // 2)
+        busy = [w for w in (*self.workers, *self.zombies) if w.pending()]
+        if not busy:
+            self.zombies.clear()
+            return False
+        worker = self.random.choice(busy)
+        self._batch(worker)
+        if worker.steps_left > 0:
+            worker.steps_left -= 1
+            if not worker.steps_left:
+                self.zombies.remove(worker)
+        return True
+
+    def _batch(self, worker: _Worker) -> None:
+        source, behind = self.random.choice(worker.pending())
+        batch = behind[: self.random.randint(1, 6)]
+        output = worker.stage.process(batch, self.now_ns)
+        if not self._emit(worker, output):
+            return
+        worker.offsets[source] = batch[-1].offset
+        if self._happens(self.faults.repeat / 4):  # a stage that sees a batch again
+            self._emit(worker, worker.stage.process(batch, self.now_ns))
+        elif worker.steps_left < 0 and self._happens(0.15):
+            worker.snapshot()
+
+    def pass_time(self, ns: int) -> None:
+        self.log.now_ns += ns
+        for worker in [*self.workers, *self.zombies]:
+            if worker.due(self.now_ns):
+                self._emit(worker, worker.stage.tick(self.now_ns))
+
+    def tick(self) -> None:
+        """Tick every shard, due or not: tombstones have no timer of their own."""
+        for worker in self.workers:
+            self._emit(worker, worker.stage.tick(self.now_ns))
+
+    def settle(self, horizon_ns: int = 3600 * S) -> None:
+        """Deliver everything without further faults, let time pass until nothing is due within the horizon, deliver again."""
+        quiet = Faults(time=0.0)
+        end = self.now_ns + horizon_ns
         for _ in range(10_000):
             while self.step():
                 pass
-            due = [
-                t for w in self.workers if (t := w.stage.next_timer_ns()) is not None and t < 80_000 * 10**9
-            ]
-            if not due:
-                return
-            self.now_ns = max(self.now_ns, min(due))
+            self.faults = quiet
+            self.log.append([r for r in self.again if r.topic not in OWNED])
+            self.again.clear()
             for worker in self.workers:
-                timer = worker.stage.next_timer_ns()
-                if timer is not None and timer <= self.now_ns:
-                    self._emit(worker, worker.stage.tick(self.now_ns))
-        raise AssertionError("timers without end")
+                if any(self.log.end(s) > worker.written.get(s, -1) for s in worker.own):
+                    worker.observe()
+            timers = [t for w in self.workers if (t := w.stage.next_timer_ns()) is not None]
+            due = [max(t, self.now_ns) for t in timers if t < end]
+            if not due and not any(w.pending() for w in self.workers):
+                return
+            if due:
+                self.pass_time(min(due) - self.now_ns)
+        raise AssertionError("messages or timers without end")

@@ -60,6 +60,8 @@ class Held(msgspec.Struct, frozen=True, omit_defaults=True):
     rewards_hash: str = ""
     credit_hash: str = ""
     samples_hash: str = ""
+    dirty: bool = False
+    """Touched while nothing may be derived."""
 
     @property
     def key(self) -> str:
@@ -116,6 +118,7 @@ class Store:
         self._orphans: dict[str, list[str]] = {}
         """Ids that were merged into an orchestration that is not here yet, by its key."""
         self._feedback: dict[str, _Feedback] = {}
+        self._marked: dict[str, None] = {}
         self._unclaimed: dict[str, int] = {}
         """Targets with feedback and no orchestration, since when, oldest first."""
         self._models: dict[str, bytes] = {}
@@ -142,6 +145,7 @@ class Store:
             self._owner.update(dict.fromkeys(item.targets, item.key))
             self._count_use(item, 1)
             self._sequence = max(self._sequence, item.claimed)
+        self._marked = {key: None for key, item in self.held.items() if item.dirty}
         for item in self.held.values():
             if item.merged_into and self._heir(item.key) not in self.held:
                 self._orphans.setdefault(self._heir(item.key), []).extend((item.orchestration_id, *item.lost))
@@ -162,6 +166,8 @@ class Store:
         if old is not None:
             self._count_use(old, -1)
         self.held[item.key] = item
+        if item.dirty:
+            self._marked[item.key] = None
         self._writes[f"held/{item.key}"] = _pack.encode(item)
 
     # ------------------------------------------------------------ orchestrations
@@ -199,13 +205,52 @@ class Store:
         self.replace(item)
         return [key, *self._inherit(item, now_ns)] if event.merged_into else [key]
 
-    def newest_touch(self) -> int:
-        """When the last of the held was touched; 0 for none."""
-        return next(reversed(self.held.values())).touched_ns if self.held else 0
+    def touch_after(self, now_ns: int) -> int:
+        """``now_ns``, but not before the last touch of any: the held stay in order."""
+        last = next(reversed(self.held.values())).touched_ns if self.held else now_ns
+        return max(now_ns, last)
 
-    def has_target(self, target: str) -> bool:
-        """Whether an orchestration held here answers to a target."""
-        return target in self._owner
+    @property
+    def marked(self) -> bool:
+        """Whether anything was touched and not derived."""
+        return bool(self._marked)
+
+    @property
+    def has_unclaimed(self) -> bool:
+        """Whether any feedback waits for its orchestration."""
+        return bool(self._unclaimed)
+
+    def owner(self, target: str) -> str | None:
+        """Key of the orchestration held here that answers to a target."""
+        return self._owner.get(target)
+
+    def mark(self, key: str) -> None:
+        """Remember that an orchestration was touched and nothing was derived."""
+        self._put_dirty(key, dirty=True)
+
+    def take_marked(self) -> list[str]:
+        """The marked keys, no longer marked."""
+        keys = [key for key in self._marked if key in self.held]
+        for key in keys:
+            self._put_dirty(key, dirty=False)
+        self._marked = {}
+        return keys
+
+    def _put_dirty(self, key: str, *, dirty: bool) -> None:
+        item = self.held.get(key)
+        if item is not None and item.dirty != dirty:
+            item = self.held[key] = msgspec.structs.replace(item, dirty=dirty)
+            self._writes[f"held/{key}"] = _pack.encode(item)
+        if dirty:
+            self._marked[key] = None
+
+    def inherit(self, key: str, ids: Iterable[str]) -> None:
+        """Let an orchestration answer to ids that were merged into it, from its next revision on."""
+        known = self.held.get(key)
+        lost = known.lost if known is not None else ()
+        new = [name for name in ids if name not in lost]
+        if new:
+            self._orphans.setdefault(key, []).extend(new)
 
     def give_away(
         self, keys: Iterable[str], targets: Iterable[str]
@@ -233,10 +278,24 @@ class Store:
         return helds, feedback
 
     def adopt(self, item: Held) -> None:
-        """Go on with the numbers of an orchestration that another store gave away; its content comes with its next revision."""
+        """Go on with the numbers of an orchestration that another store gave away, or that were found on the log; its content
+        comes with its next revision. Equal numbers of something else are gone on from, not believed."""
         known = self.held.get(item.key)
-        if known is None or known.revision < item.revision:
+        if known is None:
             self.replace(item)
+            return
+        if known.revision > item.revision:
+            return
+        said, ours = ((h.rewards_hash, h.credit_hash, h.samples_hash) for h in (item, known))
+        if known.revision == item.revision and said != ours:
+            item = msgspec.structs.replace(item, rewards_hash="")
+        changes: dict[str, object] = {
+            name: getattr(item, name)
+            for name in ("revision", "rewards_hash", "credit_hash", "samples_hash", "dirty")
+        }
+        if item.version_fixed and not known.version_fixed:
+            changes.update(value_model=item.value_model, version_fixed=True)
+        self.replace(msgspec.structs.replace(known, touched_ns=item.touched_ns, **changes))
 
     def _inherit(self, item: Held, now_ns: int) -> list[str]:
         """Let the orchestration that ``item`` was merged into answer to its ids; returns its key if it is here."""
@@ -336,6 +395,21 @@ class Store:
         if before is not None:
             self._drop_unused(before)
 
+    def models_of(self, keys: Iterable[str]) -> list[ValueModelPublished]:
+        """The versions that orchestrations have for good."""
+        names = {
+            f"{item.tenant}/{item.value_model}": None
+            for key in keys
+            if (item := self.held.get(key)) is not None and item.version_fixed and not item.merged_into
+        }
+        return [self.model(name) for name in names if name in self._models]
+
+    def keep_model(self, event: ValueModelPublished) -> None:
+        """Take in a version that an adopted orchestration uses."""
+        name = f"{event.tenant}/{event.version}"
+        if name not in self._models and self._uses.get(name, 0) > 0:
+            self._models[name] = self._writes[f"model/{name}"] = encode(event)
+
     def model(self, name: str) -> ValueModelPublished:
         """A version by tenant/version."""
         event = decode(self._models[name])
@@ -349,11 +423,14 @@ class Store:
     def choose_version(self, key: str, final: bool) -> None:
         """Give an orchestration the newest version, for good once its reward is final."""
         item = self.held[key]
-        if item.version_fixed or item.merged_into:
+        if item.merged_into or (item.version_fixed and self._knows(item)):
             return
         newest = self._newest.get(item.tenant, "").partition("/")[2]
         if final or newest != item.value_model:
             self.replace(msgspec.structs.replace(item, value_model=newest, version_fixed=final))
+
+    def _knows(self, item: Held) -> bool:
+        return not item.value_model or f"{item.tenant}/{item.value_model}" in self._models
 
     def _count_use(self, item: Held, change: int) -> None:
         if item.value_model:

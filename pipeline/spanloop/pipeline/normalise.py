@@ -6,11 +6,15 @@ span whose trace the scorer does not name goes to every partition, one of which 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping
 
 from spanloop.pipeline.assembly.stage import refused_record, refused_span
+from spanloop.pipeline.credit.value import dead_letter
 from spanloop.pipeline.dialects import encode_operation, operation_of
 from spanloop.pipeline.ports import LogRecord, StageOutput
+from spanloop.pipeline.rewards.outcome import is_usable
+from spanloop.pipeline.signal import unusable
 from spanloop.schemas import topics
 from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.events import Event, FeedbackReceived, SpansReceived, decode
@@ -39,27 +43,35 @@ class NormaliseStage:
         """Read spans in their dialects and send them on."""
         output = StageOutput()
         for record in records:
+            feedback = record.topic == topics.FEEDBACK
             try:
                 event = decode(record.value)
             except SchemaError as exc:
-                output.events.append(refused_record(record, exc.message))
+                refused = dead_letter if feedback else refused_record
+                output.events.append(refused(record, exc.message))
                 continue
-            if isinstance(event, SpansReceived):
+            if isinstance(event, SpansReceived) and not feedback:
                 self._spans(event, output)
-            elif isinstance(event, FeedbackReceived):
-                output.events += route(event, self._partitions)
+            elif isinstance(event, FeedbackReceived) and feedback:
+                if is_usable(event.value):
+                    output.events += route(event, self._partitions)
+                else:
+                    output.events.append(dead_letter(record, unusable(event)))
         return output
 
     def _spans(self, event: SpansReceived, output: StageOutput) -> None:
-        operations: list[bytes] = []
+        by_trace: dict[str, list[bytes]] = {}
         for span in event.spans:
             try:
-                operations.append(encode_operation(operation_of(span, event.source)))
+                operation = operation_of(span, event.source)
+                encoded = encode_operation(operation)
             except Exception as exc:
                 output.events.append(refused_span(event.tenant, span, exc))
-        if operations:
+            else:
+                by_trace.setdefault(operation.trace_id, []).append(encoded)
+        for trace_id, operations in by_trace.items():
             output.events.append(
-                OperationsRead(tenant=event.tenant, trace_id=event.trace_id, operations=tuple(operations))
+                OperationsRead(tenant=event.tenant, trace_id=trace_id, operations=tuple(operations))
             )
 
     def tick(self, now_ns: int) -> StageOutput:
@@ -82,14 +94,10 @@ def route(event: FeedbackReceived, partitions: int) -> list[Event]:
     elif event.target_kind == "orchestration":
         to = f"orchestration/{event.target_id}"
     else:
+        to = f"span/{event.target_id}"
+        answers = zlib.crc32(f"{event.tenant}/{to}".encode()) % partitions
         return [
-            FeedbackRouted(
-                tenant=event.tenant,
-                feedback=event,
-                to=f"span/{event.target_id}",
-                partition=n,
-                responsible=n == 0,
-            )
+            FeedbackRouted(tenant=event.tenant, feedback=event, to=to, partition=n, answers=answers)
             for n in range(partitions)
         ]
     return [FeedbackRouted(tenant=event.tenant, feedback=event, to=to)]

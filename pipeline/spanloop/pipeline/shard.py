@@ -4,16 +4,18 @@ A trace belongs to the partition of its key, a piece of evidence to the partitio
 are found by a union-find whose parts live at their owners: each trace knows the trace that it was joined to (a smaller id, so
 that there are no cycles), and whoever is asked about a joined trace passes the question on. What a trace's home holds moves
 to the home that it was joined to. So the home of an orchestration is the owner of its smallest trace id, whatever the number
-of partitions and the order of arrival; once all messages have arrived, its content is what one process would have made.
+of partitions and the order of arrival; once all messages have arrived, its content is what one process would have made (ADR 7).
 
 Place in the flow: ``operations`` of one partition (from ``NormaliseStage`` and from other shards) and ``models`` in; derived
-events of this partition, lessons and messages out. Invariants: pure; every message may come again, or late, without effect on
-the last content; what moves is in one place at a time, or on its way.
+events of this partition, lessons and messages out.
+
+Invariants: pure; every message may come again, or late, without effect on the last content; what moves is in one place at a time,
+or on its way. After ``observe`` nothing is published nor derived until the next ``tick`` behind what ``catch_up`` names: the runtime folds what was on
+the log before it ticks, so that a restored stage makes only what is not on the log yet.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,18 +23,23 @@ import msgspec
 
 from spanloop.pipeline.assembly.join import Component, Emitted, Seen, evidence_of, match
 from spanloop.pipeline.assembly.stage import AssemblyStage, refused_record
+from spanloop.pipeline.credit.value import dead_letter
 from spanloop.pipeline.dialects import decode_operation
-from spanloop.pipeline.held import Held, expired
-from spanloop.pipeline.ports import LogRecord, StageOutput
+from spanloop.pipeline.dialects.operation import Operation
+from spanloop.pipeline.held import Held
+from spanloop.pipeline.ports import LogRecord, StageOutput, alone, source_of
 from spanloop.pipeline.samples import is_holdout
+from spanloop.pipeline.shard_feedback import FeedbackRoutes
+from spanloop.pipeline.shard_tables import FAR_NS, Evidence, Fold, Joined, Observed, Tables
 from spanloop.pipeline.signal import SignalStage
 from spanloop.schemas import topics
 from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.events import (
+    CreditAssigned,
     Event,
-    FeedbackReceived,
     OrchestrationRevised,
     RewardsComputed,
+    SamplesBuilt,
     ValueModelPublished,
     decode,
 )
@@ -55,50 +62,11 @@ __all__ = ["ShardStage"]
 
 _REMEMBER = 31
 """A joined trace is remembered for so many retentions: as long as a forgotten orchestration refuses its late spans."""
-_PENDING_MAX = 256
-"""Feedback that waits for one response or orchestration id."""
+_EVIDENCE = 2
+"""Evidence is remembered for so many retentions after it was last added to: at least as long as the orchestration that it is in,
+unless that goes on growing for longer."""
 _MOVE_BYTES = 600_000
 """Operations in one message that moves them."""
-
-
-class _Joined(msgspec.Struct, frozen=True, array_like=True):
-    """A trace that was joined to another: everything about it goes there."""
-
-    parent: str
-    until_ns: int
-
-
-_End = tuple[str, int, bytes]
-"""Trace, side, operation as one end of a piece of evidence."""
-
-
-class _Evidence(msgspec.Struct, array_like=True):
-    """A piece of evidence with the ends that were seen; for a response also the feedback that waits for its trace."""
-
-    until_ns: int
-    ends: list[_End] = []
-    waiting: list[FeedbackReceived] = []
-
-
-class _Place(msgspec.Struct, array_like=True):
-    """Where an orchestration id is at home, and feedback that waits to know."""
-
-    until_ns: int
-    trace_id: str = ""
-    waiting: list[FeedbackReceived] = []
-
-
-class _Broadcast(msgspec.Struct, array_like=True):
-    """Feedback on a span of an unknown trace."""
-
-    until_ns: int
-    feedback: FeedbackReceived
-    responsible: bool
-    claimed: bool = False
-
-
-_KINDS: dict[str, type[Any]] = {"j": _Joined, "e": _Evidence, "p": _Place, "b": _Broadcast}
-_pack = msgspec.msgpack.encode
 
 
 class ShardStage:
@@ -114,56 +82,69 @@ class ShardStage:
         self._settings = settings
         self.partition = self.output_partition = partition
         self.name = f"shard-{partition}-of-{partitions}"
-        self.topics: tuple[str, ...] = (f"{topics.OPERATIONS}/{partition}", topics.MODELS)
+        self.topics: tuple[str, ...] = (alone(source_of(topics.OPERATIONS, partition)), topics.MODELS)
         self._retention_ns = round(settings.retention_s * 1e9)
         self._assembly = AssemblyStage(settings, by_evidence=False)
         self._signal = SignalStage(settings)
-        self._reset()
-
-    def _reset(self) -> None:
-        self._tables: dict[str, dict[str, Any]] = {kind: {} for kind in _KINDS}
-        self._writes: dict[str, bytes | None] = {}
-        self._ends: dict[str, list[Seen]] = {}
-        self._timers: list[tuple[int, str, str]] = []
+        self.restore({})
 
     # ------------------------------------------------------------ state
 
     def restore(self, entries: Mapping[str, bytes]) -> None:
         """Become the state that was committed as ``entries``."""
-        self._reset()
-        parts: dict[str, dict[str, bytes]] = {"a": {}, "s": {}}
+        parts: dict[str, dict[str, bytes]] = {"a": {}, "s": {}, "": {}}
         for key, value in entries.items():
             kind, _, rest = key.partition("/")
-            if kind in parts:
+            if kind in ("a", "s"):
                 parts[kind][rest] = value
             else:
-                entry = self._tables[kind][rest] = msgspec.msgpack.decode(value, type=_KINDS[kind])
-                self._timers.append((entry.until_ns, kind, rest))
-        heapq.heapify(self._timers)
+                parts[""][key] = value
+        self._tables = Tables()
+        self._tables.restore(parts[""])
+        self._ends: dict[str, list[Seen]] = {}
         self._assembly.restore(parts["a"])
         self._signal.restore(parts["s"])
-
-    def _put(self, kind: str, key: str, value: Any) -> None:
-        self._tables[kind][key] = value
-        heapq.heappush(self._timers, (value.until_ns, kind, key))
-        self._writes[f"{kind}/{key}"] = _pack(value)
-
-    def _drop(self, kind: str, key: str) -> None:
-        if self._tables[kind].pop(key, None) is not None:
-            self._writes[f"{kind}/{key}"] = None
+        self._routes = FeedbackRoutes(
+            self._tables, self._signal, self._parent, partition=self.partition,
+            retention_ns=self._retention_ns, placed_ns=_REMEMBER * self._retention_ns,
+        )  # fmt: skip
+        seen: Mapping[str, Observed] = self._tables.all("w")
+        self._assembly.floors = {key: item.emitted() for key, item in seen.items() if item.revision}
+        self._recovering = self._signal.waiting = bool(seen)
+        self._behind: dict[str, int] = {}
 
     def observe(self, record: LogRecord) -> None:
-        """Take note of an output of this partition that is on the log behind the state that was restored."""
+        """Take note of an output of this partition that is on the log and not in the state: of the stage before it was restored, or
+        of a former owner. Any order, any number of times; until the next ``tick`` nothing is published."""
         event = decode(record.value)
-        if isinstance(event, OrchestrationRevised):
-            self._assembly.observe(event)
-        self._signal.observe(event)
+        if isinstance(event, OrchestrationRevised | RewardsComputed):
+            seen: Observed = self._tables.get("w", event.key) or Observed(FAR_NS)
+            if isinstance(event, RewardsComputed):
+                if seen.rewards is None or seen.rewards.revision <= event.revision:
+                    seen.rewards = event if self._teaches(event) else None
+            elif event.revision >= seen.revision:
+                _see(seen, event)
+                self._assembly.floors[event.key] = seen.emitted()
+            self._tables.put("w", event.key, seen)
+        if isinstance(event, OrchestrationRevised | RewardsComputed | CreditAssigned):
+            self._recovering = self._signal.waiting = True
+        if self._recovering or not isinstance(event, SamplesBuilt):
+            self._signal.observe(event, record.appended_ns)
+
+    def catch_up(self, ends: Mapping[str, int]) -> None:
+        """Offsets, by source, up to which input was on the log when ``observe`` was called: only then may a ``tick`` go on."""
+        self._behind = dict(ends)
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether the stage publishes again."""
+        return not self._recovering
 
     # ------------------------------------------------------------ input
 
     def process(self, records: Iterable[LogRecord], now_ns: int) -> StageOutput:
         """Fold messages in order; orchestrations that changed are due anew."""
-        fold = _Fold(now_ns)
+        fold = Fold(now_ns)
         for record in records:
             try:
                 event = decode(record.value)
@@ -171,270 +152,244 @@ class ShardStage:
                 if handler is not None:
                     handler(self, event, fold)
             except SchemaError as exc:
-                fold.events.append(refused_record(record, exc.message))
-        return self._settled(fold)
+                refused = dead_letter if record.topic == topics.MODELS else refused_record
+                fold.events.append(refused(record, exc.message))
+            if record.offset >= self._behind.get(record.source, record.offset + 1):
+                del self._behind[record.source]
+        self._assembly.settle(fold.touched, now_ns, fold.assembled)
+        return self._finished(fold)
 
-    def _settled(self, fold: _Fold) -> StageOutput:
-        assembled = fold.assembled
-        self._assembly.settle(fold.touched, fold.now_ns, assembled)
-        return self._derived(fold, assembled)
-
-    def _derived(self, fold: _Fold, assembled: StageOutput) -> StageOutput:
+    def _finished(self, fold: Fold) -> StageOutput:
         """Carry what assembly published into rewards and credit, and collect everything."""
-        published = [event for event in assembled.events if isinstance(event, OrchestrationRevised)]
-        fold.signal += published
-        fold.flush(self._signal)
+        published = [event for event in fold.assembled.events if isinstance(event, OrchestrationRevised)]
+        store = self._signal.store
         for event in published:
-            self._place(event, fold)
-        self._claim_broadcasts(fold)
+            if event.content is not None:
+                component = self._assembly.joiner.of_trace.get((event.tenant, min(event.content.trace_ids)))
+                emitted = component.emitted if component is not None else ()
+                store.inherit(event.key, [name for name in emitted if name != event.orchestration_id])
+                if event.revision == 1:
+                    fold.events.append(_placed(event.tenant, event.orchestration_id, event.content.trace_ids))
+        fold.incoming += published
         fold.flush(self._signal)
-        signalled = fold.signalled
-        lessons = [
-            self._lesson(event, published)
-            for event in signalled.events
-            if isinstance(event, RewardsComputed) and self._teaches(event)
-        ]
+        if not self._recovering and store.marked:
+            fold.take(self._signal.resume(fold.now_ns))
+        for event in published:
+            held = store.held.get(event.key)
+            self._routes.offer(held.targets if held is not None else (), fold)
+        lessons = self._lessons(published, fold)
+        writes = self._tables.take_writes()
+        writes.update({f"a/{key}": value for key, value in fold.assembled.writes.items()})
+        for parts in (fold.signalled.writes, store.take_writes()):
+            writes.update({f"s/{key}": value for key, value in parts.items()})
         return StageOutput(
-            events=[*assembled.events, *signalled.events, *lessons, *fold.events],
-            writes=self._collect(assembled.writes, signalled.writes),
+            events=[*fold.events, *lessons, *fold.assembled.events, *fold.signalled.events], writes=writes
         )
-
-    def _collect(
-        self, assembly: Mapping[str, bytes | None], signal: Mapping[str, bytes | None]
-    ) -> dict[str, bytes | None]:
-        own, self._writes = self._writes, {}
-        own.update({f"a/{key}": value for key, value in assembly.items()})
-        own.update({f"s/{key}": value for key, value in signal.items()})
-        return own
 
     # ------------------------------------------------------------ operations
 
     def _parent(self, tenant: str, trace_id: str, now_ns: int) -> str:
         """The trace that a trace was joined to; empty: it is at home here."""
         key = f"{tenant}/{trace_id}"
-        joined = self._tables["j"].get(key)
+        joined: Joined | None = self._tables.get("j", key)
         if joined is None:
             return ""
         if joined.until_ns - now_ns < (_REMEMBER - 1) * self._retention_ns:
-            self._put("j", key, _Joined(joined.parent, now_ns + _REMEMBER * self._retention_ns))
+            self._tables.put("j", key, Joined(now_ns + _REMEMBER * self._retention_ns, joined.parent))
         return joined.parent
 
-    def _operations(self, event: OperationsRead, fold: _Fold) -> None:
-        receiver = event.home or event.trace_id
-        parent = self._parent(event.tenant, receiver, fold.now_ns)
+    def _operations(self, event: OperationsRead, fold: Fold) -> None:
+        tenant, receiver = event.tenant, event.home or event.trace_id
+        if self._refused(tenant, event.trace_id, event.operations, fold):
+            return
+        parent = self._parent(tenant, receiver, fold.now_ns)
+        read = () if parent and event.home else [(decode_operation(o), o) for o in event.operations]
         if not event.home:
-            self._tell(event, fold, known=not parent)
+            self._tell(tenant, event.trace_id, read, fold, known=not parent)
         if parent:
             fold.events.append(msgspec.structs.replace(event, home=parent))
-            return
-        self._take(event.tenant, receiver, event.operations, fold)
+        else:
+            self._take(tenant, receiver, read, fold)
 
-    def _take(self, tenant: str, home: str, operations: Iterable[bytes], fold: _Fold) -> None:
+    def _refused(self, tenant: str, trace_id: str, operations: tuple[bytes, ...], fold: Fold) -> bool:
+        raw = b"".join(operations)
+        return self._assembly.refuse_late(tenant, trace_id, len(operations), raw, fold.assembled)
+
+    def _take(
+        self, tenant: str, home: str, operations: Iterable[tuple[Operation, bytes]], fold: Fold
+    ) -> None:
         """Fold operations into the component of ``home``."""
-        refused: dict[str, bool] = {}
-        for encoded in operations:
-            operation = decode_operation(encoded)
+        joiner = self._assembly.joiner
+        for operation, encoded in operations:
             trace_id = operation.trace_id
-            if trace_id not in refused:
-                refused[trace_id] = self._assembly.refuse_late(
-                    tenant, trace_id, len(tuple(operations)), encoded, fold.assembled
-                )
-            if refused[trace_id]:
-                continue
-            changed = self._assembly.joiner.add(tenant, operation, encoded)
-            if trace_id != home:
-                self._assembly.joiner.join(tenant, home, trace_id)
-            if changed is not None:
+            if joiner.add(tenant, operation, encoded) is not None:
+                fold.touched[(tenant, trace_id)] = None
+            if (
+                trace_id != home
+                and joiner.of_trace.get((tenant, home)) is not joiner.of_trace[(tenant, trace_id)]
+            ):
+                joiner.join(tenant, home, trace_id)
                 fold.touched[(tenant, trace_id)] = None
 
-    def _tell(self, event: OperationsRead, fold: _Fold, *, known: bool) -> None:
+    def _tell(
+        self,
+        tenant: str,
+        trace_id: str,
+        operations: Iterable[tuple[Operation, bytes]],
+        fold: Fold,
+        *,
+        known: bool,
+    ) -> None:
         """Send the evidence of new operations to its owners. Of a trace at home here, what is held already was told."""
-        component = self._assembly.joiner.of_trace.get((event.tenant, event.trace_id)) if known else None
-        buffer = component.traces.get(event.trace_id) if component is not None else None
-        for encoded in event.operations:
-            operation = decode_operation(encoded)
+        component = self._assembly.joiner.of_trace.get((tenant, trace_id)) if known else None
+        buffer = component.traces.get(trace_id) if component is not None else None
+        for operation, encoded in operations:
             if buffer is not None and buffer.spans.get(operation.span_id) == encoded:
                 continue
-            for other in dict.fromkeys(trace_id for trace_id, _ in operation.links):
-                if other != operation.trace_id:
-                    fold.events.append(_union(event.tenant, operation.trace_id, other))
+            for other in dict.fromkeys(name for name, _ in operation.links):
+                if other != trace_id:
+                    fold.events.append(_union(tenant, trace_id, other))
             for key, seen in evidence_of(operation):
                 fold.events.append(
                     EvidenceSeen(
-                        tenant=event.tenant, evidence=key, trace_id=seen.trace_id, side=seen.side,
+                        tenant=tenant, evidence=key, trace_id=trace_id, side=seen.side,
                         operation=encoded if seen.operation is not None else b"",
                     )
                 )  # fmt: skip
 
     # ------------------------------------------------------------ joining
 
-    def _evidence(self, event: EvidenceSeen, fold: _Fold) -> None:
+    def _evidence(self, event: EvidenceSeen, fold: Fold) -> None:
         key = event.key
-        entry = self._tables["e"].get(key) or _Evidence(0)
+        entry: Evidence = self._tables.get("e", key) or Evidence(0)
         ends = self._ends.get(key)
         if ends is None:
-            ends = self._ends[key] = [_seen(trace, side, operation) for trace, side, operation in entry.ends]
+            ends = self._ends[key] = [_seen(*end) for end in entry.ends]
         others, added = match(ends, _seen(event.trace_id, event.side, event.operation))
         for other in dict.fromkeys(others):
             fold.events.append(_union(event.tenant, event.trace_id, other))
-        for item in entry.waiting:
-            fold.events.append(FeedbackRouted(tenant=event.tenant, feedback=item, to=event.trace_id))
-        if added or entry.waiting:
-            if added:
-                entry.ends.append((event.trace_id, event.side, event.operation))
-            entry.waiting = []
-            entry.until_ns = fold.now_ns + 2 * self._retention_ns
-            self._put("e", key, entry)
+        if added:
+            entry.ends.append((event.trace_id, event.side, event.operation))
+        if self._routes.flush_waiting(entry, event.trace_id, fold) or added:
+            entry.until_ns = fold.now_ns + _EVIDENCE * self._retention_ns
+            self._tables.put("e", key, entry)
 
-    def _union(self, event: TracesJoined, fold: _Fold) -> None:
+    def _joined(self, event: TracesJoined, fold: Fold) -> None:
         tenant, one, other = event.tenant, event.trace_id, event.other
-        if one == other:
-            return
         parent = self._parent(tenant, one, fold.now_ns)
         if parent:
             if parent != other:
                 fold.events.append(_union(tenant, parent, other))
         elif one < other:
-            fold.events.append(TracesJoined(tenant=tenant, trace_id=other, other=one))
-        else:
-            self._put("j", f"{tenant}/{one}", _Joined(other, fold.now_ns + _REMEMBER * self._retention_ns))
-            fold.events += self._give_away(tenant, one, other, fold)
+            fold.events.append(_union(tenant, one, other))
+        elif one > other:
+            self._tables.put(
+                "j", f"{tenant}/{one}", Joined(fold.now_ns + _REMEMBER * self._retention_ns, other)
+            )
+            self._give_away(tenant, one, other, fold)
 
-    def _give_away(self, tenant: str, trace_id: str, to: str, fold: _Fold) -> list[OperationsMoved]:
-        """Everything of a trace's home, to the home of ``to``."""
+    def _give_away(self, tenant: str, trace_id: str, to: str, fold: Fold) -> None:
+        """Send everything of a trace's home to the home of ``to``."""
         component = self._assembly.release(tenant, trace_id, fold.assembled)
-        traces = [trace_id, *(component.traces if component is not None else ())]
+        traces = dict.fromkeys((trace_id, *(component.traces if component is not None else ())))
         for name in traces:
             fold.touched.pop((tenant, name), None)
         emitted = component.emitted if component is not None else {}
-        keys = [f"{tenant}/{name}" for name in emitted]
-        targets = [f"{tenant}/trace/{name}" for name in traces]
-        targets += [f"{tenant}/orchestration/{name}" for name in emitted]
-        if component is not None:
-            answers = (op.call.response_id for op in component.operations() if op.call is not None)
-            targets += [f"{tenant}/response/{name}" for name in sorted(set(answers) - {""})]
         fold.flush(self._signal)
-        helds, feedback = self._signal.store.give_away(keys, targets)
+        store = self._signal.store
+        keys = [f"{tenant}/{name}" for name in emitted]
+        models = store.models_of(keys)
+        helds, feedback = store.give_away(keys, self._targets(tenant, traces, component))
         published = tuple(_published(name, item, helds) for name, item in sorted(emitted.items()))
-        versions = [v for b in (component.traces.values() if component else ()) for v in b.versions()]
+        versions = [v for name in sorted(traces) for v in _versions(component, name)]
         if not (versions or published or feedback):
-            return []
-        chunks = _chunks(versions) or [()]
-        return [
-            OperationsMoved(
-                tenant=tenant, trace_id=to, child=trace_id, operations=chunk,
-                published=published if n == 0 else (), feedback=tuple(feedback) if n == 0 else (),
-            )
-            for n, chunk in enumerate(chunks)
-        ]  # fmt: skip
+            return
+        for n, chunk in enumerate(_chunks(versions) or [()]):
+            message = OperationsMoved(tenant=tenant, trace_id=to, child=trace_id, operations=chunk)
+            if n == 0:
+                message = msgspec.structs.replace(
+                    message, published=published, models=tuple(models), feedback=tuple(feedback),
+                    overflow=component.overflow if component is not None else 0,
+                )  # fmt: skip
+            fold.events.append(message)
 
-    def _moved(self, event: OperationsMoved, fold: _Fold) -> None:
+    def _targets(self, tenant: str, traces: Iterable[str], component: Component | None) -> list[str]:
+        """What waiting feedback of a home may name."""
+        if not self._signal.store.has_unclaimed:
+            return []
+        names = [f"trace/{name}" for name in traces]
+        if component is not None:
+            names += [f"orchestration/{name}" for name in component.emitted]
+            for operation in component.operations():
+                names.append(f"span/{operation.span_id}")
+                if operation.call is not None and operation.call.response_id:
+                    names.append(f"response/{operation.call.response_id}")
+        return [f"{tenant}/{name}" for name in names]
+
+    def _moved(self, event: OperationsMoved, fold: Fold) -> None:
         tenant, home = event.tenant, event.trace_id
         parent = self._parent(tenant, home, fold.now_ns)
         if parent:
             fold.events.append(msgspec.structs.replace(event, trace_id=parent))
             return
-        self._take(tenant, home, event.operations, fold)
-        if event.published:
-            component = self._assembly.joiner.of_trace.get((tenant, home))
-            if component is None:
-                component = self._assembly.joiner.join(tenant, home, event.child)
+        by_trace: dict[str, list[tuple[Operation, bytes]]] = {}
+        for encoded in event.operations:
+            operation = decode_operation(encoded)
+            by_trace.setdefault(operation.trace_id, []).append((operation, encoded))
+        for trace_id, operations in by_trace.items():
+            if not self._refused(tenant, trace_id, tuple(o for _, o in operations), fold):
+                self._take(tenant, home, operations, fold)
+        component = self._assembly.joiner.of_trace.get((tenant, home))
+        if component is not None and component.traces:
+            component.overflow = max(component.overflow, event.overflow)
             for item in event.published:
                 self._adopt(tenant, item, component, fold)
-            for name in component.traces:
-                fold.touched.setdefault((tenant, name), None)
-        fold.signal += event.feedback
+            for model in event.models:
+                self._signal.store.keep_model(model)
+        fold.incoming += event.feedback
 
-    def _adopt(self, tenant: str, item: Published, component: Component, fold: _Fold) -> None:
-        known = component.emitted.get(item.orchestration_id)
+    def _adopt(self, tenant: str, item: Published, component: Component, fold: Fold) -> None:
+        """Go on with an id where another home stopped. It is published anew here, unless it is lost."""
+        name = item.orchestration_id
+        known = component.emitted.get(name)
         if known is None or known.revision < item.revision:
-            component.emitted[item.orchestration_id] = Emitted(
-                item.revision, item.content_hash, item.complete, item.merged_into
-            )
-        if item.signal_revision:
-            self._signal.store.adopt(
-                Held(
-                    tenant=tenant, orchestration_id=item.orchestration_id, orchestration_revision=0,
-                    complete=item.complete, touched_ns=fold.now_ns, revision=item.signal_revision,
-                    rewards_hash=item.rewards_hash, credit_hash=item.credit_hash, samples_hash=item.samples_hash,
-                )
-            )  # fmt: skip
-
-    # ------------------------------------------------------------ feedback
-
-    def _feedback(self, event: FeedbackRouted, fold: _Fold) -> None:
-        tenant, item, until = event.tenant, event.feedback, fold.now_ns + self._retention_ns
-        if event.to.startswith("span/"):
-            self._put("b", f"{tenant}/{item.feedback_id}", _Broadcast(until, item, event.responsible))
-        elif event.to.startswith("r/"):
-            entry = self._tables["e"].get(event.key) or _Evidence(until)
-            if entry.ends:
-                trace_id = min(trace for trace, _, _ in entry.ends)
-                fold.events.append(FeedbackRouted(tenant=tenant, feedback=item, to=trace_id))
-            elif _add(entry.waiting, item):
-                self._put("e", event.key, entry)
-        elif event.to.startswith("orchestration/"):
-            place = self._tables["p"].get(event.key) or _Place(until)
-            if place.trace_id:
-                fold.events.append(FeedbackRouted(tenant=tenant, feedback=item, to=place.trace_id))
-            elif _add(place.waiting, item):
-                self._put("p", event.key, place)
+            component.emitted[name] = Emitted(item.revision, "", item.complete, item.merged_into)
+        elif known.revision == item.revision and (known.merged_into or known.content_hash) not in (
+            "",
+            item.merged_into or item.content_hash,
+        ):
+            known.content_hash = known.merged_into = ""
         else:
-            parent = self._parent(tenant, event.to, fold.now_ns)
-            if parent:
-                fold.events.append(msgspec.structs.replace(event, to=parent))
-            else:
-                fold.signal.append(item)
+            return
+        fold.touched[(tenant, component.first_trace)] = None
+        store = self._signal.store
+        store.adopt(
+            Held(
+                tenant=tenant, orchestration_id=name, orchestration_revision=0, complete=item.complete,
+                touched_ns=store.touch_after(fold.now_ns), merged_into=item.merged_into, value_model=item.value_model,
+                version_fixed=item.version_fixed, revision=item.signal_revision, rewards_hash=item.rewards_hash,
+                credit_hash=item.credit_hash, samples_hash=item.samples_hash, dirty=True,
+            )
+        )  # fmt: skip
 
-    def _placed(self, event: OrchestrationPlaced, fold: _Fold) -> None:
-        place = self._tables["p"].get(event.key) or _Place(0)
-        for item in place.waiting:
-            fold.events.append(FeedbackRouted(tenant=event.tenant, feedback=item, to=event.trace_id))
-        place.trace_id, place.waiting = event.trace_id, []
-        place.until_ns = fold.now_ns + _REMEMBER * self._retention_ns
-        self._put("p", event.key, place)
+    # ------------------------------------------------------------ other messages
 
-    def _place(self, event: OrchestrationRevised, fold: _Fold) -> None:
-        """Tell the owner of an id where it is at home, when it is published for the first time."""
-        if event.revision == 1 and event.content is not None:
-            fold.events.append(
-                OrchestrationPlaced(
-                    tenant=event.tenant, orchestration_id=event.orchestration_id,
-                    trace_id=min(event.content.trace_ids),
-                )
-            )  # fmt: skip
+    def _feedback(self, event: FeedbackRouted, fold: Fold) -> None:
+        self._routes.routed(event, fold)
 
-    def _claim_broadcasts(self, fold: _Fold) -> None:
-        """Deliver broadcast feedback whose span is in an orchestration here."""
-        for key, entry in list(self._tables["b"].items()):
-            item = entry.feedback
-            target = f"{item.tenant}/span/{item.target_id}"
-            if not entry.claimed and self._signal.store.has_target(target):
-                fold.signal.append(item)
-                if not entry.responsible:
-                    fold.events.append(
-                        FeedbackClaimed(
-                            tenant=item.tenant,
-                            feedback_id=item.feedback_id,
-                            to=f"span/{item.target_id}",
-                            partition=0,
-                        )
-                    )
-                self._put("b", key, _Broadcast(entry.until_ns, item, entry.responsible, claimed=True))
+    def _claimed(self, event: FeedbackClaimed, fold: Fold) -> None:
+        self._routes.claimed(event, fold)
 
-    def _claimed(self, event: FeedbackClaimed, fold: _Fold) -> None:
-        key = f"{event.tenant}/{event.feedback_id}"
-        entry = self._tables["b"].get(key)
-        if entry is not None and not entry.claimed:
-            self._put("b", key, _Broadcast(entry.until_ns, entry.feedback, entry.responsible, claimed=True))
+    def _placed(self, event: OrchestrationPlaced, fold: Fold) -> None:
+        self._routes.placed(event, fold)
 
-    def _model(self, event: ValueModelPublished, fold: _Fold) -> None:
-        fold.signal.append(event)
+    def _model(self, event: ValueModelPublished, fold: Fold) -> None:
+        fold.incoming.append(event)
 
-    _handlers: Mapping[type[Event], Callable[[Any, Any, _Fold], None]] = {
+    _handlers: Mapping[type[Event], Callable[[Any, Any, Fold], None]] = {
         OperationsRead: _operations,
         EvidenceSeen: _evidence,
-        TracesJoined: _union,
+        TracesJoined: _joined,
         OperationsMoved: _moved,
         FeedbackRouted: _feedback,
         FeedbackClaimed: _claimed,
@@ -445,89 +400,108 @@ class ShardStage:
     # ------------------------------------------------------------ lessons
 
     def _teaches(self, event: RewardsComputed) -> bool:
-        """What the value stage would take from ``orchestrations`` and ``rewards``."""
+        """Whether the value stage would take something from rewards."""
         if is_holdout(event.orchestration_id, self._settings.holdout):
             return False
         return event.team is None or event.status in {"final", "corrected"}
 
-    def _lesson(self, event: RewardsComputed, published: Iterable[OrchestrationRevised]) -> LessonReady:
-        for revised in published:
-            if revised.key == event.key and revised.content is not None:
-                return LessonReady(tenant=event.tenant, rewards=event, orchestration=revised)
-        held = self._signal.store.held.get(event.key)
-        revised = None
-        if held is not None and held.content:
-            revised = OrchestrationRevised(
-                tenant=held.tenant, orchestration_id=held.orchestration_id, revision=held.orchestration_revision,
-                complete=held.complete, content=self._signal.store.content(event.key),
-            )  # fmt: skip
-        return LessonReady(tenant=event.tenant, rewards=event, orchestration=revised)
+    def _lessons(self, published: Iterable[OrchestrationRevised], fold: Fold) -> list[LessonReady]:
+        revised = {event.key: event for event in published if event.content is not None}
+        derived = [event for event in fold.signalled.events if isinstance(event, RewardsComputed)]
+        lessons: list[LessonReady] = []
+        for event in (*fold.lessons, *derived):
+            if self._teaches(event):
+                content = revised.pop(event.key, None) or self._as_held(event.key)
+                lessons.append(LessonReady(tenant=event.tenant, orchestration=content, rewards=event))
+        for key, event in revised.items():
+            held = self._signal.store.held.get(key)
+            known = held is not None and held.version_fixed
+            if known and not is_holdout(event.orchestration_id, self._settings.holdout):
+                lessons.append(LessonReady(tenant=event.tenant, orchestration=event))
+        return lessons
+
+    def _as_held(self, key: str) -> OrchestrationRevised | None:
+        held = self._signal.store.held.get(key)
+        if held is None or not held.content:
+            return None
+        return OrchestrationRevised(
+            tenant=held.tenant, orchestration_id=held.orchestration_id, revision=held.orchestration_revision,
+            complete=held.complete, content=self._signal.store.content(key),
+        )  # fmt: skip
 
     # ------------------------------------------------------------ time
 
     def tick(self, now_ns: int) -> StageOutput:
         """Publish what is due, forget what is too old; feedback whose target never came becomes dead letters."""
-        fold = _Fold(now_ns)
-        assembled = self._assembly.tick(now_ns)
-        output = self._derived(fold, assembled)
-        signalled = self._signal.tick(now_ns)
-        output.events += [*signalled.events, *self._expire(now_ns)]
-        output.writes.update(self._collect({}, signalled.writes))
-        return output
-
-    def _expire(self, now_ns: int) -> list[Event]:
-        letters: list[Event] = []
-        while (timer := self._next_expiry()) is not None and timer <= now_ns:
-            _, kind, key = heapq.heappop(self._timers)
-            entry = self._tables[kind][key]
-            letters += [expired(item) for item in getattr(entry, "waiting", ())]
-            if kind == "b" and entry.responsible and not entry.claimed:
-                letters.append(expired(entry.feedback))
+        fold = Fold(now_ns)
+        if self._recovering:
+            if self._behind:
+                return self._finished(fold)
+            self._recover(fold)
+        due = self._assembly.tick(now_ns)
+        fold.assembled.events += due.events
+        fold.assembled.writes.update(due.writes)
+        fold.take(self._signal.tick(now_ns))
+        for kind, key, entry in self._tables.take_old(now_ns):
             self._ends.pop(key, None)
-            self._drop(kind, key)
-        return letters
+            fold.events += self._routes.given_up(kind, key, entry)
+        return self._finished(fold)
 
-    def _next_expiry(self) -> int | None:
-        """When the first entry of any table is too old; timers of entries that changed since are dropped."""
-        while self._timers:
-            until_ns, kind, key = self._timers[0]
-            entry = self._tables[kind].get(key)
-            if entry is not None and entry.until_ns == until_ns:
-                return until_ns
-            heapq.heappop(self._timers)
-        return None
+    def _recover(self, fold: Fold) -> None:
+        """All that was on the log is folded: put what was observed where it belongs by now."""
+        homeless = self._assembly.absorb_floors(fold.now_ns, fold.assembled)
+        self._recovering = self._signal.waiting = False
+        seen: Observed
+        for key, seen in list(self._tables.all("w").items()):
+            tenant, _, name = key.partition("/")
+            if key in homeless and seen.trace_id:
+                self._send_after(tenant, name, seen, fold)
+            elif seen.trace_id and not seen.merged_into:
+                fold.events.append(_placed(tenant, name, [seen.trace_id]))
+            if seen.rewards is not None:
+                fold.lessons.append(seen.rewards)
+            self._tables.drop("w", key)
+        self._routes.offer_all(fold)
+
+    def _send_after(self, tenant: str, name: str, seen: Observed, fold: Fold) -> None:
+        """Tell the new home of an orchestration that was given away what was published of it here nevertheless."""
+        parent = self._parent(tenant, seen.trace_id, fold.now_ns)
+        if parent:
+            targets = [f"{tenant}/orchestration/{name}"]
+            helds, feedback = self._signal.store.give_away([f"{tenant}/{name}"], targets)
+            published = (_published(name, seen.emitted(), helds),)
+            fold.events.append(
+                OperationsMoved(
+                    tenant=tenant, trace_id=parent, child=seen.trace_id, published=published, feedback=tuple(feedback)
+                )
+            )  # fmt: skip
 
     def next_timer_ns(self) -> int | None:
-        """The earliest deadline of any part."""
-        timers = (self._assembly.next_timer_ns(), self._signal.next_timer_ns(), self._next_expiry())
+        """The earliest deadline of any part; at once after ``observe``."""
+        if self._recovering:
+            return None if self._behind else 0
+        timers = (self._assembly.next_timer_ns(), self._signal.next_timer_ns(), self._tables.next_ns())
         return min((timer for timer in timers if timer is not None), default=None)
 
 
-class _Fold:
-    """What one call of the stage collects."""
-
-    def __init__(self, now_ns: int) -> None:
-        self.now_ns = now_ns
-        self.events: list[Event] = []
-        """Messages and dead letters."""
-        self.touched: dict[tuple[str, str], None] = {}
-        self.assembled = StageOutput([], {})
-        self.signal: list[Event] = []
-        """What the signal stage has still to fold."""
-        self.signalled = StageOutput([], {})
-
-    def flush(self, stage: SignalStage) -> None:
-        """Let the signal stage fold what waits for it."""
-        if self.signal:
-            output = stage.fold(self.signal, self.now_ns)
-            self.signal = []
-            self.signalled.events += output.events
-            self.signalled.writes.update(output.writes)
+def _see(seen: Observed, event: OrchestrationRevised) -> None:
+    told, before = event.merged_into or event.content_hash, seen.merged_into or seen.content_hash
+    if event.content is not None:
+        seen.trace_id = min(event.content.trace_ids)
+    if event.revision == seen.revision and told != before:
+        seen.content_hash, seen.merged_into = "two", ""
+    else:
+        seen.content_hash, seen.merged_into = event.content_hash, event.merged_into
+    seen.revision, seen.complete = event.revision, event.complete
 
 
 def _union(tenant: str, one: str, other: str) -> TracesJoined:
     """The message that joins two traces, to the larger: that one moves."""
     return TracesJoined(tenant=tenant, trace_id=max(one, other), other=min(one, other))
+
+
+def _placed(tenant: str, name: str, trace_ids: Iterable[str]) -> OrchestrationPlaced:
+    return OrchestrationPlaced(tenant=tenant, orchestration_id=name, trace_id=min(trace_ids))
 
 
 def _seen(trace_id: str, side: int, operation: bytes) -> Seen:
@@ -543,10 +517,17 @@ def _published(name: str, emitted: Emitted, helds: Iterable[Held]) -> Published:
             "rewards_hash": held.rewards_hash,
             "credit_hash": held.credit_hash,
             "samples_hash": held.samples_hash,
+            "value_model": held.value_model,
+            "version_fixed": held.version_fixed,
         }
     return Published(
         name, emitted.revision, emitted.content_hash, emitted.complete, emitted.merged_into, **signal
     )
+
+
+def _versions(component: Component | None, trace_id: str) -> list[bytes]:
+    buffer = component.traces.get(trace_id) if component is not None else None
+    return buffer.versions() if buffer is not None else []
 
 
 def _chunks(versions: list[bytes]) -> list[tuple[bytes, ...]]:
@@ -560,10 +541,3 @@ def _chunks(versions: list[bytes]) -> list[tuple[bytes, ...]]:
         part.append(version)
         size += len(version)
     return [*chunks, tuple(part)] if part else chunks
-
-
-def _add(waiting: list[FeedbackReceived], item: FeedbackReceived) -> bool:
-    if any(known.feedback_id == item.feedback_id for known in waiting) or len(waiting) >= _PENDING_MAX:
-        return False
-    waiting.append(item)
-    return True

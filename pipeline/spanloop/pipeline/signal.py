@@ -49,7 +49,16 @@ from spanloop.schemas.orchestration import OrchestrationContent
 if TYPE_CHECKING:
     from spanloop.schemas.settings import Pipeline
 
-__all__ = ["NO_MODEL", "Draft", "Signal", "SignalStage", "derive", "estimate_drafts", "finish_draft"]
+__all__ = [
+    "NO_MODEL",
+    "Draft",
+    "Signal",
+    "SignalStage",
+    "derive",
+    "estimate_drafts",
+    "finish_draft",
+    "unusable",
+]
 
 NO_MODEL = "none"
 """Version recorded where no value model existed."""
@@ -173,6 +182,8 @@ class SignalStage:
     def __init__(self, settings: Pipeline) -> None:
         self._settings = settings
         self._terms = RewardTerms.of(settings)
+        self.waiting = False
+        """Set: what is touched is derived by ``resume``, not yet."""
         self._store = self._fresh_store()
         self._asking: dict[str, Asking] = {}
         self._contents: dict[str, OrchestrationContent] = {}
@@ -218,10 +229,23 @@ class SignalStage:
             dirty[key] = None
 
     def _finished(self, events: list[Event], dirty: dict[str, None], now_ns: int) -> StageOutput:
-        events += self._derive(list(dirty))
-        events += self._store.evict(now_ns)
+        if self.waiting:
+            for key in dirty:
+                self._store.mark(key)
+        else:
+            events += self._derive(list(dirty))
+            events += self._store.evict(now_ns)
         self._forget_models()
         return StageOutput(events=events, writes=self._store.take_writes())
+
+    def resume(self, now_ns: int) -> StageOutput:
+        """Derive what was touched since ``waiting`` was set, or by ``observe``."""
+        self.waiting = False
+        self._contents = {}
+        keys = self._store.take_marked()
+        for key in keys:
+            self._store.choose_version(key, self._is_final(key))
+        return self._finished([], dict.fromkeys(keys), now_ns)
 
     def tick(self, now_ns: int) -> StageOutput:
         """Forget what is older than the retention; feedback without a target becomes dead letters."""
@@ -240,27 +264,32 @@ class SignalStage:
         """What the stage holds."""
         return self._store
 
-    def observe(self, event: Event) -> None:
-        """Take note of an output that this stage published before it was restored: nothing equal is published again, and
-        revisions go on behind it."""
+    def observe(self, event: Event, now_ns: int) -> None:
+        """Take note of an output that this stage, or a former owner of its partition, published: nothing equal is published again,
+        revisions go on behind it, and what was made wrong is made anew by ``resume``."""
+        touched_ns = self._store.touch_after(now_ns)
         if isinstance(event, OrchestrationRevised):
-            self._store.put_orchestration(event, self._store.newest_touch())
+            self._store.put_orchestration(event, touched_ns)
+            self._store.mark(event.key)
             return
         if not isinstance(event, RewardsComputed | CreditAssigned | SamplesBuilt):
             return
         held = self._store.held.get(event.key)
-        if held is None or event.revision < held.revision:
+        if held is None:
+            if isinstance(event, SamplesBuilt):
+                return  # of another partition: all write to one topic
+            held = Held(event.tenant, event.orchestration_id, 0, False, touched_ns)
+        if event.revision < held.revision:
             return
-        changes: dict[str, Any] = {"revision": event.revision}
+        changes: dict[str, Any] = {"revision": event.revision, "dirty": True, "touched_ns": touched_ns}
+        if event.revision > held.revision and not isinstance(event, SamplesBuilt):
+            held = msgspec.structs.replace(held, rewards_hash="", credit_hash="")
         if isinstance(event, RewardsComputed):
-            changes["rewards_hash"] = content_hash(
-                msgspec.structs.replace(event, revision=1, orchestration_revision=1)
-            )
+            changes["rewards_hash"] = _seen(held.rewards_hash, _content(event))
             if event.status in _FINAL:
                 changes["version_fixed"] = True
         elif isinstance(event, CreditAssigned):
-            alone = msgspec.structs.replace(event, revision=1, orchestration_revision=1)
-            changes["credit_hash"] = content_hash(alone) if event.nodes else ""
+            changes["credit_hash"] = _seen(held.credit_hash, _content(event) if event.nodes else "")
             changes["value_model"] = "" if event.value_model == NO_MODEL else event.value_model
         else:
             changes["samples_hash"] = content_hash(msgspec.structs.replace(event, revision=1))
@@ -276,9 +305,7 @@ class SignalStage:
                 self._contents[touched[0]] = event.content
         elif isinstance(event, FeedbackReceived):
             if not is_usable(event.value):
-                raise SchemaError(
-                    f"feedback {event.feedback_id}: value {event.value!r} is not a finite number in range"
-                )
+                raise SchemaError(unusable(event))
             touched = self._store.put_feedback(event, now_ns)
         elif isinstance(event, ValueModelPublished):
             ValueModel.from_dict(event.parameters)
@@ -301,7 +328,7 @@ class SignalStage:
         drafts: dict[str, Draft] = {}
         for key in keys:
             held = self._store.held.get(key)
-            if held is None or held.merged_into:
+            if held is None or held.merged_into or not held.content:
                 continue
             content = self._contents.get(key) or self._store.content(key)
             composite = compose(
@@ -318,7 +345,7 @@ class SignalStage:
         events: list[Event] = []
         for key in keys:
             held = self._store.held.get(key)
-            if held is None:
+            if held is None or not (held.content or held.merged_into):
                 continue
             draft = drafts.get(key)
             signal = finish_draft(draft, held.complete, self._settings) if draft else _void(held)
@@ -369,6 +396,20 @@ class SignalStage:
         for name in list(self._asking)[:-8]:
             if name not in self._store.newest_names():
                 del self._asking[name]
+
+
+def unusable(event: FeedbackReceived) -> str:
+    """Why feedback whose value cannot enter a reward is refused."""
+    return f"feedback {event.feedback_id}: value {event.value!r} is not a finite number in range"
+
+
+def _content(event: RewardsComputed | CreditAssigned) -> str:
+    return content_hash(msgspec.structs.replace(event, revision=1, orchestration_revision=1))
+
+
+def _seen(known: str, said: str) -> str:
+    """Hash to go on from; where two were published under one number, neither."""
+    return said if known in ("", said) else "two"
 
 
 def _void(held: Held) -> Signal:

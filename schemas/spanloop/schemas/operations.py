@@ -13,7 +13,14 @@ from typing import ClassVar
 import msgspec
 
 from spanloop.schemas import topics
-from spanloop.schemas.events import Event, FeedbackReceived, OrchestrationRevised, RewardsComputed, register
+from spanloop.schemas.events import (
+    Event,
+    FeedbackReceived,
+    OrchestrationRevised,
+    RewardsComputed,
+    ValueModelPublished,
+    register,
+)
 
 __all__ = [
     "EvidenceSeen",
@@ -84,6 +91,8 @@ class Published(msgspec.Struct, frozen=True, omit_defaults=True):
     rewards_hash: str = ""
     credit_hash: str = ""
     samples_hash: str = ""
+    value_model: str = ""
+    version_fixed: bool = False
 
 
 class OperationsMoved(Message, frozen=True, omit_defaults=True, tag="operations_moved", kw_only=True):
@@ -92,7 +101,11 @@ class OperationsMoved(Message, frozen=True, omit_defaults=True, tag="operations_
     trace_id: str
     child: str
     operations: tuple[bytes, ...] = ()
+    overflow: int = 0
+    """Operations that were too many and are not among them."""
     published: tuple[Published, ...] = ()
+    models: tuple[ValueModelPublished, ...] = ()
+    """Versions that credit was given by for good."""
     feedback: tuple[FeedbackReceived, ...] = ()
 
     @property
@@ -108,8 +121,8 @@ class FeedbackRouted(Message, frozen=True, omit_defaults=True, tag="feedback_rou
     """Key of the receiver without the tenant: a trace id, r/..., orchestration/..., or span/..."""
     partition: int = -1
     """Set: one of the copies of feedback on a span of an unknown trace, which every partition gets."""
-    responsible: bool = True
-    """Whether this receiver dead-letters it when its target never comes."""
+    answers: int = -1
+    """Partition that sends such feedback to its trace, or dead-letters it when its target never comes."""
 
     @property
     def key(self) -> str:
@@ -117,12 +130,13 @@ class FeedbackRouted(Message, frozen=True, omit_defaults=True, tag="feedback_rou
 
 
 class FeedbackClaimed(Message, frozen=True, omit_defaults=True, tag="feedback_claimed", kw_only=True):
-    """A partition has the target of broadcast feedback: to the one that would dead-letter it."""
+    """A partition has the target of feedback that every partition got: to the one that answers for it."""
 
     feedback_id: str
     to: str
     partition: int = -1
-    """Of the responsible receiver."""
+    trace_id: str
+    """Trace in which the target is."""
 
     @property
     def key(self) -> str:
@@ -141,11 +155,12 @@ class OrchestrationPlaced(Message, frozen=True, omit_defaults=True, tag="orchest
 
 
 class LessonReady(Event, frozen=True, omit_defaults=True, tag="lesson_ready", kw_only=True):
-    """An orchestration and its rewards, to the tenant's value stage."""
+    """What the tenant's value stage learns from: a final or void reward with the orchestration that earned it, or what became
+    of one that it knows already."""
 
     TOPIC: ClassVar[str] = topics.LESSONS
-    rewards: RewardsComputed
     orchestration: OrchestrationRevised | None = None
+    rewards: RewardsComputed | None = None
 
 
 register(

@@ -127,13 +127,14 @@ def next_revision(component: Component) -> OrchestrationRevised | None:
 
 
 def merged_events(component: Component) -> list[OrchestrationRevised]:
-    """A last revision for each published id that the component no longer goes by; notes them as published."""
+    """A last revision for each published id that the component no longer goes by; notes them as published. An id that was merged
+    into one that was never published itself, before that too was lost, is told again where it went."""
     if not component.emitted:
         return []
     current = component.orchestration_id
     events = []
     for lost, last in sorted(component.emitted.items()):
-        if lost != current and not last.merged_into:
+        if current not in (lost, last.merged_into) and last.merged_into not in component.emitted:
             last.revision += 1
             last.merged_into = current
             events.append(

@@ -26,7 +26,8 @@ from spanloop.pipeline.dialects import decode_operation, encode_operation, opera
 from spanloop.pipeline.ports import LogRecord, StageOutput
 from spanloop.schemas import topics
 from spanloop.schemas.errors import SchemaError
-from spanloop.schemas.events import DeadLettered, OrchestrationRevised, SpansReceived, decode
+from spanloop.schemas.events import DeadLettered, SpansReceived, decode
+from spanloop.schemas.ids import orchestration_id
 from spanloop.schemas.spans import Span
 
 __all__ = ["AssemblySettings", "AssemblyStage", "refused_record", "refused_span"]
@@ -64,6 +65,8 @@ class _Meta(msgspec.Struct, frozen=True, array_like=True):
     closed: bool
     overflow: int
     emitted: dict[str, Emitted]
+    joined: list[str] = []
+    """Traces of the component, where evidence does not tell them."""
 
 
 class _Tombstone(msgspec.Struct, frozen=True, array_like=True):
@@ -131,8 +134,8 @@ class AssemblyStage:
         self._kept = _Timers(self, closed=True)
         self._num_kept = 0
         self._forgotten: dict[tuple[str, str], _Tombstone] = {}
-        self._floors: dict[tuple[str, str], dict[str, Emitted]] = {}
-        self._first_of: dict[tuple[str, str], str] = {}
+        self.floors: dict[str, Emitted] = {}
+        """Revisions that are on the log though the state does not know of them, by tenant/id."""
 
     # ------------------------------------------------------------ state
 
@@ -151,6 +154,9 @@ class AssemblyStage:
         self._forgotten = dict(
             sorted(self._forgotten.items(), key=lambda item: (item[1].expires_ns, item[0]))
         )
+        for _, meta in metas:
+            for trace_id in meta.joined:
+                self.joiner.join(meta.tenant, meta.first_trace, trace_id)
         self.joiner.absorbed.clear()
         for key, meta in metas:
             component = self.joiner.of_trace[(meta.tenant, meta.first_trace)]
@@ -177,9 +183,10 @@ class AssemblyStage:
         if component.meta_key not in ("", key):
             output.writes.setdefault(component.meta_key, None)
         component.meta_key = key
+        joined = [] if self._by_evidence else sorted((*component.traces, *component.linked))
         output.writes[key] = _encode(
             _Meta(component.tenant, component.first_trace, component.deadline_ns, component.closed,
-                  component.overflow, component.emitted)
+                  component.overflow, component.emitted, joined)
         )  # fmt: skip
 
     # ------------------------------------------------------------ input
@@ -258,41 +265,36 @@ class AssemblyStage:
         self.joiner.forget(component)
         return component
 
-    def observe(self, event: OrchestrationRevised) -> None:
-        """Take note of a revision that this stage published before it was restored: its numbers go on behind it.
+    def absorb_floors(self, now_ns: int, output: StageOutput) -> set[str]:
+        """Put ``floors`` into the components that they belong to, which are due anew; returns the keys of those that have none."""
+        left = set(self.floors)
+        touched = []
+        for component in self.joiner.components():
+            known = self._raise_to_floor(component)
+            if known:
+                left -= known
+                touched.append((component.tenant, component.first_trace))
+        self.settle(touched, now_ns, output)
+        self.floors = {}
+        return left
 
-        An id belongs to its smallest trace: a component that has not got that one (again) knows nothing of the id.
-        """
-        name = (event.tenant, event.orchestration_id)
-        if event.content is not None:
-            self._first_of[name] = min(event.content.trace_ids)
-        first = self._first_of.get(name)
-        if first is None:
-            return
-        floors = self._floors.setdefault((event.tenant, first), {})
-        known = floors.get(event.orchestration_id)
-        if known is None or known.revision < event.revision:
-            floors[event.orchestration_id] = Emitted(
-                event.revision, event.content_hash, event.complete, event.merged_into
-            )
-        component = self.joiner.of_trace.get((event.tenant, first))
-        if component is not None and component.traces:
-            self._raise_to_floor(component)
-            if component.closed:  # somebody else published it meanwhile: look again whether that was right
-                self._num_kept -= 1
-                component.closed, component.deadline_ns = False, 0
-                self._open.push(component)
-
-    def _raise_to_floor(self, component: Component) -> None:
-        if not self._floors:
-            return
-        for trace_id in component.traces:
-            for name, seen in self._floors.get((component.tenant, trace_id), {}).items():
-                known = component.emitted.get(name)
-                if known is None or known.revision < seen.revision:
-                    component.emitted[name] = Emitted(
-                        seen.revision, seen.content_hash, seen.complete, seen.merged_into
-                    )
+    def _raise_to_floor(self, component: Component) -> set[str]:
+        """Let a component's revisions go on behind ``floors``; returns the keys of those that are its own. An id belongs to its
+        smallest trace: a component that has not got that one knows nothing of the id."""
+        found: set[str] = set()
+        for trace_id in component.traces if self.floors else ():
+            name = orchestration_id(component.tenant, [trace_id])
+            key = f"{component.tenant}/{name}"
+            seen = self.floors.get(key)
+            if seen is None:
+                continue
+            found.add(key)
+            known = component.emitted.get(name)
+            if known is None or known.revision < seen.revision:
+                component.emitted[name] = msgspec.structs.replace(seen)
+            elif known.revision == seen.revision and _told(known) != _told(seen):
+                known.content_hash = known.merged_into = ""
+        return found
 
     # ------------------------------------------------------------ time
 
@@ -335,6 +337,10 @@ class AssemblyStage:
                 self._forgotten[(component.tenant, trace_id)] = stone
                 output.writes[f"f/{component.tenant}/{trace_id}"] = _encode(stone)
         output.writes[component.meta_key] = None
+
+
+def _told(emitted: Emitted) -> str:
+    return emitted.merged_into or emitted.content_hash
 
 
 def _chunk_key(tenant: str, trace_id: str, number: int) -> str:

@@ -140,7 +140,8 @@ class ValueStage:
             elif isinstance(event, LessonReady):
                 if event.orchestration is not None:
                     self._on_orchestration(event.orchestration)
-                events += self._on_rewards(event.rewards)
+                if event.rewards is not None:
+                    events += self._on_rewards(event.rewards)
         writes, self._writes = self._writes, {}
         return StageOutput(events=events, writes=writes)
 
