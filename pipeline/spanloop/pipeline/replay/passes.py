@@ -142,27 +142,29 @@ def feedback(work: Path) -> None:
     labels = Labels.load(work)
     expired = expired_feedback(_dead_letters(work, plan))
     nodes = _named(work, plan)
-    spill, step = Spill(plan.buckets), Step(Counts())
-    rows: list[tuple[bytes, bytes]] = []
-    for at, value in _feedback_chunks(work):
-        step.counts.feedback += 1
-        event = read_feedback(value, at)
-        if isinstance(event, Bad):
-            step.bad.append(event)
-            continue
-        if (event.tenant, event.feedback_id) in expired:
-            step.counts.feedback_expired += 1
-            continue
-        node, key = feedback_target(event)
-        node = node or nodes.get(key or b"")
-        if node is None:
-            step.counts.feedback_unmatched += 1
-        else:
-            rows.append((node, encode_row(FeedbackRow(at.partition, at.offset, at.appended_ns, value))))
-    for label, row in labelled(rows, labels):
-        spill.add(label, row)
+    step = Step(Counts())
+    for number, chunk in enumerate(plan.chunks[topics.FEEDBACK]):
+        rows: list[tuple[bytes, bytes]] = []
+        for at, value in read_chunk(_store(work), chunk):
+            step.counts.feedback += 1
+            event = read_feedback(value, at)
+            if isinstance(event, Bad):
+                step.bad.append(event)
+                continue
+            if (event.tenant, event.feedback_id) in expired:
+                step.counts.feedback_expired += 1
+                continue
+            node, key = feedback_target(event)
+            node = node or nodes.get(key or b"")
+            if node is None:
+                step.counts.feedback_unmatched += 1
+            else:
+                rows.append((node, encode_row(FeedbackRow(at.partition, at.offset, at.appended_ns, value))))
+        spill = Spill(plan.buckets)
+        for label, row in labelled(rows, labels):
+            spill.add(label, row)
+        spill.save(work / f"feedback-{number}.arrow")
     step.counts.bad = len(step.bad)
-    spill.save(work / "feedback.arrow")
     _finish(work, "feedback", step)
 
 

@@ -26,6 +26,9 @@ __all__ = ["BUCKET_BYTES", "REWARD_KEYS", "Plan", "make_plan", "parse_moment", "
 BUCKET_BYTES = 128 * 2**20
 """Values of spans in one bucket: about 130,000 spans of 1 kB."""
 CHUNK_BYTES = 64 * 2**20
+"""Records that one step reads, uncompressed; of spans it is more where that gives more than ``CHUNKS_MAX`` chunks."""
+CHUNK_BYTES_MAX = 512 * 2**20
+CHUNKS_MAX = 64
 REWARD_KEYS = ("parallel_weight", "finish_weight", "tool_weight", "outcome_floor", "holdout", "credit")
 """Settings that define rewards, credit and samples; a rewards file may give these."""
 _DAY_NS = 86_400 * 10**9
@@ -97,7 +100,7 @@ def make_plan(
         models: recorded: the version that the stream credited with; newest: the last one published.
         compare: Keep hashes of what the stream published beside each result.
         bucket_bytes: Uncompressed spans of one bucket.
-        chunk_bytes: Uncompressed records that one step of the first pass reads.
+        chunk_bytes: Uncompressed records that one step of the first pass reads, at least.
 
     Raises:
         ConfigError: a time or the rewards file is malformed, or the archive has no spans in the range.
@@ -110,7 +113,6 @@ def make_plan(
     margin_ns = int(pipeline.retention_s * 1e9)
     first = _day(since_ns - margin_ns) if since else None
     last = _day(until_ns + margin_ns) if until else None
-    limits = {"chunk_bytes": chunk_bytes}
     wanted: dict[str, Any] = {
         topics.SPANS: {"since": first, "until": last},
         topics.FEEDBACK: {"since": first},
@@ -121,7 +123,13 @@ def make_plan(
     if compare:
         wanted |= {topics.ORCHESTRATIONS: {"since": first}, topics.REWARDS: {"since": first}}
     contained = store.contained()
-    chunks = {topic: plan_chunks(store, topic, **limits, **days) for topic, days in wanted.items()}
+    chunks = {
+        topic: plan_chunks(store, topic, chunk_bytes=chunk_bytes, **days) for topic, days in wanted.items()
+    }
+    size = sum(chunk.bytes for chunk in chunks[topics.SPANS])
+    if size > CHUNKS_MAX * chunk_bytes:  # each bucket reads from each chunk's file
+        larger = min(CHUNK_BYTES_MAX, size // CHUNKS_MAX)
+        chunks[topics.SPANS] = plan_chunks(store, topics.SPANS, chunk_bytes=larger, **wanted[topics.SPANS])
     if not chunks[topics.SPANS]:
         what = (
             "has no spans in this range"
@@ -132,7 +140,6 @@ def make_plan(
             f"the archive {store.files.uri('')} {what}: `spanloop archive once` writes what is on the log; "
             "archive.url (--archive) names another archive"
         )  # fmt: skip
-    size = sum(chunk.bytes for chunk in chunks[topics.SPANS])
     return Plan(
         name=name, settings=pipeline.model_dump(mode="json"), rewards_file=text, models=models, since=since, until=until,
         since_ns=since_ns, until_ns=until_ns, archive=_archive_url(settings), endpoint=settings.archive.endpoint,

@@ -248,8 +248,9 @@ def read_bucket(work: str, bucket: int) -> Iterator[Row]:
         for label, row, here in zip(own.tolist(), rows, stays, strict=True):
             if here:
                 yield label.ljust(16, b"\0"), row
-    others = [*folder.glob("moved-*.arrow"), *folder.glob("recorded-*.arrow"), folder / "feedback.arrow"]
-    for path in others:
+    for path in [
+        path for kind in ("moved", "recorded", "feedback") for path in sorted(folder.glob(f"{kind}-*.arrow"))
+    ]:
         nodes, rows = read_spill(path, bucket)
         for label, row in zip(nodes.tolist(), rows, strict=True):
             yield label.ljust(16, b"\0"), row
