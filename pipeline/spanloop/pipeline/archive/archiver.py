@@ -142,7 +142,7 @@ class Archiver:
         for topic in topics.ALL_TOPICS:
             ends = {source: self._log.end(source) for source in self._log.sources(topic)}
             for source, end in ends.items():
-                if end < contained.get(source, -1):
+                if end < contained.get(source, -1) or source in self._shrunk:
                     self._same_log(source, contained[source], end)
             behind = {source: end for source, end in ends.items() if end > contained.get(source, -1)}
             written += self._write(topic, behind, on_range)
