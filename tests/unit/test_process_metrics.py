@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from spanloop.pipeline.runtimes.counting import PartitionMetrics
 from spanloop.pipeline.runtimes.metrics import families, serve, start_otel
-from spanloop.pipeline.runtimes.partition import PartitionMetrics
 from spanloop.pipeline.runtimes.watchdog import Watchdog, where_is
 from spanloop.schemas.errors import TransientError
 

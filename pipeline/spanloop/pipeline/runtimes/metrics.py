@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from spanloop.pipeline.ports import topic_of
-from spanloop.pipeline.runtimes.partition import FOLD_BUCKETS, PartitionMetrics
+from spanloop.pipeline.runtimes.counting import FOLD_BUCKETS, PartitionMetrics
 from spanloop.pipeline.runtimes.workers import Workers
 from spanloop.schemas.errors import TransientError
 

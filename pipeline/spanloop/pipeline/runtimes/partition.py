@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -32,6 +32,7 @@ from spanloop.pipeline.ports import (
     output_records,
     source_of,
 )
+from spanloop.pipeline.runtimes.counting import FOLD_BUCKETS, PartitionMetrics
 from spanloop.pipeline.runtimes.folding import fold, where
 from spanloop.pipeline.state.snapshots import Chain
 from spanloop.schemas import topics
@@ -39,66 +40,15 @@ from spanloop.schemas.errors import SpanloopError, TerminalError, TransientError
 from spanloop.schemas.events import DeadLettered, Event
 from spanloop.schemas.operations import OperationsRead
 
-__all__ = ["FOLD_BUCKETS", "Partition", "PartitionMetrics"]
+__all__ = ["Partition"]
 
 T = TypeVar("T")
 
 OUTPUTS = "out:"
 """Prefix of own outputs' offsets in a snapshot."""
 RETRY_MAX_S = 5.0
-FOLD_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Upper bounds of the histogram of fold times, seconds."""
 _OWNED = (topics.ORCHESTRATIONS, topics.REWARDS, topics.CREDITS)
 _log = logging.getLogger("spanloop.process")
-
-
-class PartitionMetrics(msgspec.Struct):
-    """Counters of one partition since it was taken."""
-
-    records: int = 0
-    spans: int = 0
-    """Spans read in their dialects: of the first stage only."""
-    events: int = 0
-    dead_letters: int = 0
-    duplicates: int = 0
-    """Records that the state contained already."""
-    gaps: int = 0
-    """Records that were read from the log because they were not delivered."""
-    foreign: int = 0
-    """Outputs that a former owner wrote."""
-    retries: int = 0
-    fold_s: float = 0.0
-    fold_counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(FOLD_BUCKETS) + 1))
-    """Folds by duration, see FOLD_BUCKETS."""
-    recovery_s: float = 0.0
-    lag: int = 0
-    """Records known to be on the source and not folded yet."""
-    lateness_s: float = 0.0
-    """Age of the last record when it was folded; of the first stage, time since its newest span ended."""
-    appended_ns: int = 0
-    """When the newest folded record was appended."""
-    snapshot_at: float = 0.0
-    """Monotonic time of the last snapshot."""
-    since: float = 0.0
-    """Monotonic time since when there is something to do and nothing was done; 0: idle."""
-    doing: str = ""
-    """recover, fold, append, tick, flush, or empty."""
-
-    def add(self, other: PartitionMetrics) -> None:
-        """Count what another counted."""
-        for name in (
-            "records",
-            "spans",
-            "events",
-            "dead_letters",
-            "duplicates",
-            "gaps",
-            "foreign",
-            "retries",
-            "fold_s",
-        ):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.fold_counts = [a + b for a, b in zip(self.fold_counts, other.fold_counts, strict=True)]
 
 
 class Partition:
@@ -208,8 +158,7 @@ class Partition:
                 break
             self._fold(records)
             count += len(records)
-            if len(records) >= self._batch_max:
-                self._tick(records[-1].appended_ns)
+            self._tick(records[-1].appended_ns)  # else a long backlog would be held open until its end
         return count
 
     # ------------------------------------------------------------ records
@@ -315,16 +264,30 @@ class Partition:
             source = source_of(record.topic, appended.partition)
             if source not in self._own:
                 continue
-            known = self._written.get(source, -1)
-            if appended.offset > known + 1:
-                foreign = self._observe(source, appended.offset - 1)
-                self.metrics.foreign += foreign
-                if foreign:
-                    _log.warning(
-                        "%s: another owner wrote %d records up to offset %d; they are checked",
-                        source, foreign, appended.offset - 1,
-                    )  # fmt: skip
+            self._check_outputs(source, appended.offset - 1)
             self._written[source] = max(appended.offset, self._written.get(source, -1))
+
+    def see_outputs(self, ends: Mapping[str, int]) -> None:
+        """Take note of where own outputs end: what stands there and was not written here, another owner wrote."""
+        for source in self._own:
+            self._check_outputs(source, ends.get(source, -1))
+
+    def _check_outputs(self, source: str, upto: int) -> None:
+        if upto > self._written.get(source, -1):
+            foreign = self._observe(source, upto)
+            self.metrics.foreign += foreign
+            if foreign:
+                _log.warning(
+                    "%s: another owner wrote %d records up to offset %d; they are checked",
+                    source,
+                    foreign,
+                    upto,
+                )
+
+    @property
+    def own(self) -> list[str]:
+        """Sources that this partition alone writes to."""
+        return list(self._own)
 
     # ------------------------------------------------------------ durability
 

@@ -26,7 +26,7 @@ __all__ = ["main", "process"]
 _EPILOG = """\b
 Examples:
   SPANLOOP_BOOTSTRAP_SERVERS=127.0.0.1:9092 spanloop process
-  spanloop process --config spanloop.toml --group shadow     # another group reads everything again
+  spanloop process --config spanloop.toml --worker 2         # a second one shares the partitions
   spanloop process --engine loop                             # a plain consumer instead of Faust
 """
 
@@ -36,7 +36,10 @@ _log = logging.getLogger("spanloop.process")
 @click.command(epilog=_EPILOG)
 @click.option("--config", type=click.Path(path_type=Path), help="Settings file (TOML).")
 @click.option("--workspace", type=click.Path(path_type=Path), help="Folder for status and snapshots.")
-@click.option("--group", help="Consumer group: workers of one group share the partitions.")
+@click.option(
+    "--group",
+    help="Consumer group, with snapshots of its own: its workers share the partitions. One group at a time writes to the topics.",
+)
 @click.option(
     "--worker",
     default="",

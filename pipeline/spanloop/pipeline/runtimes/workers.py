@@ -6,6 +6,7 @@ their records, and ``Partition``. All but ``expect``, ``leave``, ``ends``, ``sto
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -16,12 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import OffsetSpec  # type: ignore[reportPrivateImportUsage]
 
 from spanloop.pipeline.credit.value import ValueStage
 from spanloop.pipeline.log.kafka import KafkaLog
 from spanloop.pipeline.normalise import NormaliseStage
-from spanloop.pipeline.ports import Clock, LogRecord, Stage, alone, topic_of
-from spanloop.pipeline.runtimes.partition import Partition, PartitionMetrics
+from spanloop.pipeline.ports import Clock, LogRecord, Stage, alone, source_of, topic_of
+from spanloop.pipeline.runtimes.counting import PartitionMetrics
+from spanloop.pipeline.runtimes.partition import Partition
 from spanloop.pipeline.shard import ShardStage
 from spanloop.pipeline.state.snapshots import Snapshots
 from spanloop.schemas import topics
@@ -33,6 +37,7 @@ __all__ = ["DELIVERED", "Workers", "kind_of"]
 DELIVERED = (topics.SPANS, topics.FEEDBACK, topics.OPERATIONS, topics.LESSONS)
 """Topics that engines deliver; ``models`` is read by every process."""
 MODELS_EVERY_S = 0.5
+OUTPUTS_EVERY_S = 2.0
 _KINDS = {
     topics.SPANS: "normalise",
     topics.FEEDBACK: "normalise",
@@ -59,7 +64,7 @@ class Workers:
         self._log = log
         self._clock = clock
         url = settings.process.snapshots or str(settings.workspace / "snapshots")
-        self._snapshots = Snapshots(url, settings.archive.endpoint)
+        self._snapshots = Snapshots(url.rstrip("/") + "/" + settings.process.group, settings.archive.endpoint)
         self._count = log.partitions(topics.OPERATIONS)
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -71,7 +76,7 @@ class Workers:
         """Being taken away: their recovery ends early."""
         self._parked: dict[str, Partition] = {}
         self._looked: dict[str, float] = {}
-        self._models_at = 0.0
+        self._models_at = self._outputs_at = 0.0
         self._models = -1
         self._flushed_at = time.monotonic()
         self._retired: dict[str, PartitionMetrics] = {kind: PartitionMetrics() for kind in _KINDS.values()}
@@ -118,6 +123,7 @@ class Workers:
         """Take over what was assigned: recover the state and fold what waits. What only left for a rebalance goes on."""
         while self._expected and not self._stop.is_set():
             source = min(self._expected, key=_order)
+            self._looked[source] = time.monotonic()
             partition = self._parked.pop(source, None)
             if partition is None or not partition.is_newest():
                 partition = self._partition(source)
@@ -195,6 +201,9 @@ class Workers:
             if now - self._models_at > MODELS_EVERY_S:
                 self._models_at = now
                 self._follow_models()
+            if now - self._outputs_at > OUTPUTS_EVERY_S:
+                self._outputs_at = now
+                self._look_at_outputs()
             for source, partition in list(self.partitions.items()):
                 self._look(source, partition, now)
                 partition.tick()
@@ -229,6 +238,23 @@ class Workers:
             for partition in shards:
                 partition.offer(records)
             self._models = records[-1].offset
+
+    def _look_at_outputs(self) -> None:
+        """Notice what a former owner wrote, also while this process writes nothing itself."""
+        shards = [partition for partition in self.partitions.values() if partition.own]
+        sources = {
+            source: self._log.cluster.at(source, 0) for partition in shards for source in partition.own
+        }
+        if not sources:
+            return
+        asked: dict[Any, Any] = {place: OffsetSpec.latest() for place in sources.values()}
+        ends: dict[str, int] = {}
+        for place, future in self._log.cluster.admin().list_offsets(asked, request_timeout=5).items():
+            with contextlib.suppress(KafkaException):
+                source = source_of(place.topic.removeprefix(self._settings.kafka.prefix), place.partition)
+                ends[source] = future.result().offset - 1
+        for partition in shards:
+            partition.see_outputs(ends)
 
     def committable(self) -> dict[str, int]:
         """Offsets that the consumer group may remember."""
