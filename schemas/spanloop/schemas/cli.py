@@ -16,6 +16,8 @@ _SUMMARY = {
     "demo": "Run the whole loop on this machine and watch the policy improve.",
     "up": "Run collectors, pipeline, serving and learner as one supervised local system.",
     "assemble": "Turn a file of spans into orchestration traces, one a line.",
+    "process": "A worker of the Kafka runtime: spans to orchestrations, rewards, credit, samples.",
+    "ingest": "Take in what the OpenTelemetry Collector's Kafka exporter writes.",
     "import": "Append a file of spans to a workspace's log.",
     "replay": "Make orchestrations, rewards, credit and samples again from the archive, also under other rewards.",
     "diff": "Compare two replays: what changes, and what the learner would have been taught.",
