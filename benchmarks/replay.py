@@ -235,7 +235,7 @@ def _replay(folder: Path, workers: int, name: str) -> dict[str, Any]:
     counts = manifest.counts
     return {
         "spans": counts.spans, "orchestrations": counts.orchestrations, "credited": counts.credited, "workers": workers,
-        "cpu_us_per_span": round(cpu / counts.spans * 1e6, 1), "buckets": plan.buckets, "seconds": round(seconds, 1), "spans_per_s": round(counts.spans / seconds),
+        "cpu_s": round(cpu, 1), "cpu_us_per_span": round(cpu / counts.spans * 1e6, 1), "buckets": plan.buckets, "seconds": round(seconds, 1), "spans_per_s": round(counts.spans / seconds),
         "peak_rss_mib": round(memory.peak / 2**20), "phases_s": phases,
         "result_mib": round(sum(part.bytes for part in manifest.parts) / 2**20),
     }  # fmt: skip
@@ -287,6 +287,15 @@ def _fresh(function: Any, *arguments: Any) -> Any:
     return result
 
 
+def _exponent(runs: list[dict[str, Any]], of: str) -> float | None:
+    """Slope of log time over log spans; None with one size."""
+    if len(runs) < 2:
+        return None
+    return round(
+        float(np.polyfit([math.log(r["spans"]) for r in runs], [math.log(r[of]) for r in runs], 1)[0]), 3
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="*", default=[100_000, 300_000, 1_000_000])
@@ -297,13 +306,14 @@ def main() -> None:
     options = parser.parse_args()
     sizes = [*options.sizes, *([options.spans] if options.spans else [])]
     runs, embedded = [], {}
+    compared = sorted(sizes)[min(1, len(sizes) - 1)]
     for size in sizes:
         with tempfile.TemporaryDirectory(dir=options.folder) as name:
             folder = Path(name)
             began = time.perf_counter()
             make_archive(folder / "archive", size)
             print(f"made {size} spans in {time.perf_counter() - began:.1f} s", flush=True)
-            if size == min(sizes):
+            if size == compared:
                 embedded = _fresh(_embedded, folder)
                 print(embedded, flush=True)
                 runs.append(_fresh(_replay, folder, 1, "one"))
@@ -311,10 +321,11 @@ def main() -> None:
             runs.append(_fresh(_replay, folder, options.workers, "all"))
             print(runs[-1], flush=True)
     many = [run for run in runs if run["workers"] == options.workers]
-    logs = [(math.log(run["spans"]), math.log(run["seconds"])) for run in many]
-    figures: dict[str, Any] = {"runs": runs}
-    if len(logs) > 1:
-        figures["exponent"] = round(float(np.polyfit(*zip(*logs, strict=True), 1)[0]), 3)
+    figures: dict[str, Any] = {
+        "runs": runs,
+        "exponent": _exponent(many, "seconds"),
+        "exponent_of_cpu": _exponent(many, "cpu_s"),
+    }
     single = next(run for run in runs if run["workers"] == 1)
     for run in embedded.values():
         run["spans_per_s"] = round(single["spans"] / run["seconds"])
