@@ -65,6 +65,10 @@ _REMEMBER = 31
 _EVIDENCE = 2
 """Evidence is remembered for so many retentions after it was last added to: at least as long as the orchestration that it is in,
 unless that goes on growing for longer."""
+_PLACED = 2
+"""It is remembered for so many retentions after the last revision, or the last feedback, where an orchestration is."""
+_LIMITS = {"e": 16, "p": 4, "j": 16, "b": 1}
+"""Entries of a kind for each orchestration that may be held; where there are more, the oldest are forgotten before their time."""
 _MOVE_BYTES = 600_000
 """Operations in one message that moves them."""
 
@@ -106,7 +110,7 @@ class ShardStage:
         self._signal.restore(parts["s"])
         self._routes = FeedbackRoutes(
             self._tables, self._signal, self._parent, partition=self.partition,
-            retention_ns=self._retention_ns, placed_ns=_REMEMBER * self._retention_ns,
+            retention_ns=self._retention_ns, placed_ns=_PLACED * self._retention_ns,
         )  # fmt: skip
         seen: Mapping[str, Observed] = self._tables.all("w")
         self._assembly.floors = {key: item.emitted() for key, item in seen.items() if item.revision}
@@ -168,8 +172,7 @@ class ShardStage:
                 component = self._assembly.joiner.of_trace.get((event.tenant, min(event.content.trace_ids)))
                 emitted = component.emitted if component is not None else ()
                 store.inherit(event.key, [name for name in emitted if name != event.orchestration_id])
-                if event.revision == 1:
-                    fold.events.append(_placed(event.tenant, event.orchestration_id, event.content.trace_ids))
+                fold.events.append(_placed(event.tenant, event.orchestration_id, event.content.trace_ids))
         fold.incoming += published
         fold.flush(self._signal)
         if not self._recovering and store.marked:
@@ -442,8 +445,12 @@ class ShardStage:
         fold.assembled.events += due.events
         fold.assembled.writes.update(due.writes)
         fold.take(self._signal.tick(now_ns))
-        for kind, key, entry in self._tables.take_old(now_ns):
-            self._ends.pop(key, None)
+        old = self._tables.take_old(now_ns)
+        for kind, share in _LIMITS.items():
+            old += self._tables.take_excess(kind, share * self._settings.orchestrations_max)
+        for kind, key, entry in old:
+            if kind == "e":
+                self._ends.pop(key, None)
             fold.events += self._routes.given_up(kind, key, entry)
         return self._finished(fold)
 

@@ -28,7 +28,7 @@ class FeedbackRoutes:
         parent: tenant, trace, time -> the trace that it was joined to; empty: at home here.
         partition: of the shard.
         retention_ns: how long feedback waits.
-        placed_ns: how long it is remembered where an orchestration is.
+        placed_ns: how long it is remembered where an orchestration is, after it was last said or asked.
     """
 
     def __init__(
@@ -75,6 +75,8 @@ class FeedbackRoutes:
             place = self._tables.get("p", event.key) or Place(until_ns)
             if place.trace_id:
                 self._send(event.feedback, place.trace_id, fold)
+                place.until_ns = fold.now_ns + self._placed_ns
+                self._tables.put("p", event.key, place)
             elif add_waiting(place.waiting, event.feedback):
                 self._tables.put("p", event.key, place)
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -95,7 +96,9 @@ class Tables:
             if kind in _KINDS:
                 entry = self._of[kind][key] = msgspec.msgpack.decode(value, type=_KINDS[kind])
                 self._timers.append((entry.until_ns, kind, key))
-        heapq.heapify(self._timers)
+        self._timers.sort()
+        for _, kind, key in self._timers:
+            self._of[kind][key] = self._of[kind].pop(key)
 
     def take_writes(self) -> dict[str, bytes | None]:
         """Changed entries since the last call."""
@@ -103,7 +106,7 @@ class Tables:
         return writes
 
     def all(self, kind: str) -> Mapping[str, Any]:
-        """Entries of a kind, in the order in which they came."""
+        """Entries of a kind, in the order in which they were last written."""
         return self._of[kind]
 
     def get(self, kind: str, key: str) -> Any:
@@ -112,7 +115,7 @@ class Tables:
 
     def put(self, kind: str, key: str, entry: Any) -> None:
         """Write an entry, new or changed."""
-        old = self._of[kind].get(key)
+        old = self._of[kind].pop(key, None)
         self._of[kind][key] = entry
         if old is None or old is entry or old.until_ns != entry.until_ns:
             heapq.heappush(self._timers, (entry.until_ns, kind, key))
@@ -139,6 +142,14 @@ class Tables:
         while (timer := self.next_ns()) is not None and timer <= now_ns:
             _, kind, key = heapq.heappop(self._timers)
             old.append((kind, key, self._of[kind][key]))
+            self.drop(kind, key)
+        return old
+
+    def take_excess(self, kind: str, most: int) -> list[tuple[str, str, Any]]:
+        """Delete and return what is beyond ``most`` entries of a kind, the oldest first."""
+        entries = self._of[kind]
+        old = [(kind, key, entry) for key, entry in islice(entries.items(), max(0, len(entries) - most))]
+        for _, key, _ in old:
             self.drop(kind, key)
         return old
 

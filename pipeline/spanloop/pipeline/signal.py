@@ -63,6 +63,8 @@ __all__ = [
 NO_MODEL = "none"
 """Version recorded where no value model existed."""
 _FINAL = frozenset({"final", "corrected"})
+_OLD = "old"
+"""In place of a credit's hash: there is one on the log, of an earlier revision than the rewards."""
 
 
 class Signal(msgspec.Struct, frozen=True):
@@ -280,16 +282,23 @@ class SignalStage:
                 return  # of another partition: all write to one topic
             held = Held(event.tenant, event.orchestration_id, 0, False, touched_ns)
         if event.revision < held.revision:
+            if isinstance(event, CreditAssigned) and held.credit_hash in ("", _OLD):
+                self._store.replace(
+                    msgspec.structs.replace(held, credit_hash=_OLD if event.nodes else "", dirty=True)
+                )
             return
         changes: dict[str, Any] = {"revision": event.revision, "dirty": True, "touched_ns": touched_ns}
         if event.revision > held.revision and not isinstance(event, SamplesBuilt):
-            held = msgspec.structs.replace(held, rewards_hash="", credit_hash="")
+            held = msgspec.structs.replace(
+                held, rewards_hash="", credit_hash=_OLD if held.credit_hash else ""
+            )
+            changes["credit_hash"] = held.credit_hash
         if isinstance(event, RewardsComputed):
             changes["rewards_hash"] = _seen(held.rewards_hash, _content(event))
             if event.status in _FINAL:
                 changes["version_fixed"] = True
         elif isinstance(event, CreditAssigned):
-            changes["credit_hash"] = _seen(held.credit_hash, _content(event) if event.nodes else "")
+            changes["credit_hash"] = _seen(held.credit_hash, _content(event)) if event.nodes else ""
             changes["value_model"] = "" if event.value_model == NO_MODEL else event.value_model
         else:
             changes["samples_hash"] = content_hash(msgspec.structs.replace(event, revision=1))
@@ -409,7 +418,7 @@ def _content(event: RewardsComputed | CreditAssigned) -> str:
 
 def _seen(known: str, said: str) -> str:
     """Hash to go on from; where two were published under one number, neither."""
-    return said if known in ("", said) else "two"
+    return said if known in ("", _OLD, said) else "two"
 
 
 def _void(held: Held) -> Signal:
