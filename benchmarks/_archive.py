@@ -130,7 +130,7 @@ def run(spans: Sequence[Span], value: float | None, tenant: str, *, batch: int =
     )
     for _ in range(2):
         log.append([new_record(event) for event in events])
-        for wait in (0.0, 60.0):
+        for wait in (0.0, 60.0, 3600.0):
             clock.advance(seconds=wait)
             while runtime.step():
                 pass

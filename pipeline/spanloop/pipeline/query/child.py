@@ -104,7 +104,8 @@ class Child:
                 raise TransientError(
                     f"the query ran longer than {timeout_s:g} s and was stopped: narrow it or raise --timeout"
                     if answer.ready
-                    else f"the query's process was not ready after {START_S:g} s: is this machine overloaded?"
+                    else f"the query's process was not ready after {START_S:g} s: is this machine overloaded?",
+                    late_s=time.monotonic() - end,
                 )
             for pipe in ready:
                 data = os.read(pipe, _BLOCK)

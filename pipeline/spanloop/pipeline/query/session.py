@@ -126,9 +126,14 @@ class Query:
         """The result as a stream of record batches. Raises as ``run`` does, also while it is read."""
         import pyarrow as pa
 
-        return pa.ipc.open_stream(
-            io.BufferedReader(_Reader(self.chunks(sql, "arrow", progress)), _READ_BYTES)
-        )
+        source = io.BufferedReader(_Reader(self.chunks(sql, "arrow", progress)), _READ_BYTES)
+        reader = pa.ipc.open_stream(source)
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            yield from reader
+            source.read()  # to the end, where it is said how it ended
+
+        return pa.RecordBatchReader.from_batches(reader.schema, batches())
 
     def chunks(
         self, sql: str, form: str, progress: Callable[[float], None] = lambda _percent: None
