@@ -13,9 +13,9 @@ from spanloop.pipeline.columns import build
 from spanloop.pipeline.log.memory import MemoryLog
 from spanloop.pipeline.log.sqlite import SqliteLog
 from spanloop.pipeline.ports import LogRecord, NewRecord, new_record
+from spanloop.pipeline.query.cli import query as query_command
 from spanloop.pipeline.query.describe import describe
 from spanloop.pipeline.query.session import Query, QueryError, open_query
-from spanloop.pipeline.query.cli import query as query_command
 from spanloop.pipeline.views import TABLES, TABLES_OF_TOPIC, VIEWS
 from spanloop.schemas import topics
 from spanloop.schemas.errors import ConfigError, TransientError
