@@ -94,7 +94,8 @@ class Partition:
         self._end = -1
         """Last offset that is known to be on the source."""
         own: int | None = getattr(stage, "output_partition", None)
-        self._own = [] if own is None else [source_of(topic, own) for topic in _OWNED]
+        self.own = [] if own is None else [source_of(topic, own) for topic in _OWNED]
+        """Sources that this partition alone writes to."""
 
     # ------------------------------------------------------------ taking over
 
@@ -121,7 +122,7 @@ class Partition:
         if getattr(stage, "observe", None) is None:
             return
         known, self._written = self._written, dict(self._loaded)
-        for source in (*self._own, topics.SAMPLES):  # others' samples are among them
+        for source in (*self.own, topics.SAMPLES):  # others' samples are among them
             end = self._retry(lambda source=source: self._log.end(source))
             self._observe(source, max(end, known.get(source, -1)))
         if getattr(stage, "catch_up", None) is not None:
@@ -262,14 +263,14 @@ class Partition:
         done = self._retry(lambda: self._log.append(records))
         for record, appended in zip(records, done, strict=True):
             source = source_of(record.topic, appended.partition)
-            if source not in self._own:
+            if source not in self.own:
                 continue
             self._check_outputs(source, appended.offset - 1)
             self._written[source] = max(appended.offset, self._written.get(source, -1))
 
     def see_outputs(self, ends: Mapping[str, int]) -> None:
         """Take note of where own outputs end: what stands there and was not written here, another owner wrote."""
-        for source in self._own:
+        for source in self.own:
             self._check_outputs(source, ends.get(source, -1))
 
     def _check_outputs(self, source: str, upto: int) -> None:
@@ -283,11 +284,6 @@ class Partition:
                     foreign,
                     upto,
                 )
-
-    @property
-    def own(self) -> list[str]:
-        """Sources that this partition alone writes to."""
-        return list(self._own)
 
     # ------------------------------------------------------------ durability
 
