@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from spanloop.pipeline.archive.cleaning import sweep
+from spanloop.pipeline.archive.cleaning import GRACE_S, sweep
 from spanloop.pipeline.archive.compaction import compact
 from spanloop.pipeline.archive.manifest import RAW, Lost, Range
 from spanloop.pipeline.archive.raw import ArchiveStore
@@ -42,6 +42,8 @@ POLL_S = 0.5
 PAUSE_FIRST_S = 0.5
 PAUSE_MAX_S = 15.0
 COMPACT_EVERY_S = 60.0
+LIST_EVERY_S = 30.0
+"""How often a remote archive is looked at again: this process alone should write there."""
 LOCK_WAIT_S = 5.0
 """A query that fills an embedded workspace's archive holds it for so long at most, as a rule."""
 
@@ -89,6 +91,9 @@ class Archiver:
         self._pending: dict[str, float] = {}
         self._tried: dict[str, int] = {}
         self._shrunk: set[str] = set()
+        self._contained: dict[str, int] = {}
+        self._listed_s = -LIST_EVERY_S
+        self._swept_s = time.monotonic()
         self._written_s = 0.0
         self.status = Status()
 
@@ -154,8 +159,10 @@ class Archiver:
         Raises:
             OSError, TransientError: as ``drain``.
         """
-        contained = self._store.contained()
         now = time.monotonic()
+        if self._store.files.local or now - self._listed_s >= LIST_EVERY_S:
+            self._contained, self._listed_s = self._store.contained(), now
+        contained = self._contained
         written = 0
         trouble: TransientError | None = None
         for topic in topics.ALL_TOPICS:
@@ -235,7 +242,7 @@ class Archiver:
                 self.status.ranges += 1
                 self.status.records += len(records)
                 written += len(records)
-                after[source] = item.last
+                after[source] = self._contained[source] = item.last
                 on_range(item)
         return written
 
@@ -302,7 +309,9 @@ class Archiver:
         try:
             below = self._settings.compact_below_mb * 2**20
             self.status.merged += compact(self._store, below_bytes=below, stop=lambda: stop(0.0))
-            sweep(self._store)
+            if time.monotonic() - self._swept_s >= GRACE_S:
+                sweep(self._store)
+                self._swept_s = time.monotonic()
         except OSError as exc:
             self._say(f"not merged: {exc}")
             report = verify(self._store, self._log)
