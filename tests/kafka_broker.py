@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from importlib.resources import files
+from pathlib import Path
 
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
@@ -56,6 +57,10 @@ class Broker:
         """Let it hang: connections stay, nothing is answered."""
         if self._process is not None:
             self._process.send_signal(signal.SIGSTOP)
+            state = Path(f"/proc/{self._process.pid}/stat")
+            while state.read_text().rpartition(")")[2].split()[0] != "T":
+                time.sleep(0.005)
+            time.sleep(0.1)  # its other threads
 
     def resume(self) -> None:
         """Let it go on, with all that it had."""

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from spanloop.learner.serving.http import HttpServing
-from spanloop.pipeline.child import die_with_parent
 from spanloop.pipeline.clock import ManualClock
 from spanloop.pipeline.log.kafka import KafkaLog
 from spanloop.pipeline.log.memory import MemoryLog

@@ -87,7 +87,8 @@ def test_a_refused_record_is_sent_again_once_and_takes_effect(world, monkeypatch
     world.run(timers=True)
     (letter,) = world.letters()
     assert letter.event.source == "stage:assembly"
-    assert letter.origin is not None and letter.origin[0] == "spans"
+    assert letter.origin is not None
+    assert letter.origin[0] == "spans"
     monkeypatch.undo()
     done = replay(world.log, [letter], world.intake, dry_run=True)
     assert counted(done)["sent"] == 1

@@ -5,6 +5,7 @@ Nothing heavy is imported before it is needed: most statements over archived dat
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -111,6 +112,8 @@ def query(sql: str | None, *, workspace: Path | None, config: Path | None, form:
     if sql is None or not sql.strip():
         _list_names(form)
         return
+    if importlib.util.find_spec("duckdb") is None:  # said before a workspace is asked for
+        raise ModuleNotFoundError("No module named 'duckdb'", name="duckdb")
     if form in ("arrow", "parquet") and output is None and sys.stdout.isatty():
         raise click.UsageError(f"{form} is not for a terminal: give --output FILE or send it into a pipe")
     from spanloop.pipeline.query.child import Child
