@@ -40,7 +40,9 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     repeat: float = 0.0
     """Of an appended record: it is appended twice, the second time at once or at some later step."""
     crash: float = 0.0
-    """A worker loses its memory, and a part of the outputs of its last step was never appended."""
+    """A worker loses its memory, after all or none of the outputs of its last step were appended."""
+    torn: bool = False
+    """A crash may leave a part of the outputs of a step appended, of each source another one."""
     zombie: float = 0.0
     """Of a crash: the old worker goes on for some steps beside the new one."""
     time: float = 0.2
@@ -210,8 +212,10 @@ class Partitions:
             by_source: dict[str, list[NewRecord]] = {}
             for record in records:
                 by_source.setdefault(self.log.source(record), []).append(record)
+            whole = self._happens(0.5)
             for part in by_source.values():  # each source in order, as far as it came
-                self._append(part[: self.random.randint(0, len(part))])
+                count = self.random.randint(0, len(part)) if self.faults.torn else len(part) * whole
+                self._append(part[:count])
             self._restart(worker)
             return False
         for record in records:

@@ -220,7 +220,10 @@ class TestValueStage:
             assert driver.feed(*self.outcome(seed)) == []
         assert driver.entries == {}
         published = [e for seed in kept[:8] for e in driver.feed(*self.outcome(seed))]
-        assert [(e.version.split("-")[0], e.trained_on) for e in published] == [("value@v1", 4), ("value@v2", 8)]
+        assert [(e.version.split("-")[0], e.trained_on) for e in published] == [
+            ("value@v1", 4),
+            ("value@v2", 8),
+        ]
 
     def test_a_correction_is_no_new_outcome_and_a_void_one_is_forgotten(self):
         driver = Driver(ValueStage(self.SETTINGS))
