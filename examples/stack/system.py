@@ -204,7 +204,7 @@ class Stack:
                             str((self.out / "mlflow").absolute()), "--workers", "1"],
                  answers(f"http://127.0.0.1:{port['mlflow']}/health"))  # fmt: skip
         self.add("serving", self._module("spanloop.learner.serving.vllm_server"),
-                 answers(f"http://127.0.0.1:{port['serving']}/health"))  # fmt: skip
+                 self._says("serving.log", b'"ready"'))  # fmt: skip
         self.add("receiver", self._module("spanloop.collectors.receiver"),
                  answers(f"http://127.0.0.1:{port['collector']}/healthz"))  # fmt: skip
         self.add("gateway", self._module("spanloop.collectors.gateway"),
@@ -438,6 +438,7 @@ def main() -> None:
         stack.stop(["agents-otlp", "agents-kafka"])
         say("traffic has ended; waiting for what is on its way")
         settled(stack, log)
+        stack.parts["serving"].wait(180)
         served = HttpServing(f"http://127.0.0.1:{stack.ports['serving']}").loaded()
         figures |= {"served": served, "kills": stack.kills}
         stack.stop(["gateway", "receiver", "worker1", "worker2", "learner", "archiver"])
