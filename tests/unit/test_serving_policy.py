@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from serving_support import TOKENIZER, net
 
-from spanloop.learner import policy
 from spanloop.learner.policy import PolicyConfig, PolicyNet, load_artifact, save_artifact
 from spanloop.schemas.errors import ConfigError, SchemaError, TerminalError
 
@@ -74,7 +73,7 @@ def test_a_crash_while_writing_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(policy, "sync_folder", disk_full)
+        patch.setattr("spanloop.learner.durable.sync_folder", disk_full)
         with pytest.raises(OSError, match="No space"):
             save_artifact(tmp_path / "policy@v1", net(1), TOKENIZER)
     assert list(tmp_path.iterdir()) == []

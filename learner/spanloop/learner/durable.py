@@ -6,9 +6,12 @@ Place: artifacts (``policy``) and checkpoints (``checkpoint``) are made of these
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["sync_folder", "write_durably"]
+__all__ = ["sync_folder", "write_durably", "write_folder"]
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -26,3 +29,19 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Make a folder of files that is there whole or not at all, in the order given. It must not be there yet."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    building = folder.parent / f".building-{folder.name}-{secrets.token_hex(4)}"
+    building.mkdir()
+    try:
+        for name, data in files.items():
+            write_durably(building / name, data)
+        sync_folder(building)
+        building.rename(folder)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    sync_folder(folder.parent)

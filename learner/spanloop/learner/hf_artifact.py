@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
-import shutil
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +26,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from spanloop.learner.durable import sync_folder, write_durably
+from spanloop.learner.durable import write_folder
 from spanloop.schemas.canonical import canonical_json, decode_json
 from spanloop.schemas.errors import SchemaError, TerminalError
 
@@ -121,19 +119,7 @@ def save(folder: Path, tensors: Mapping[str, Tensor], config: HfConfig, about: M
         return sha256
     shapes = {name: _Tensor(tuple(t.shape), _dtype(t)) for name, t in plain.items()}
     manifest = HfManifest(FORMAT, "lora", sha256, entries, shapes, config, dict(about))
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    building = folder.parent / f".building-{folder.name}-{secrets.token_hex(4)}"
-    building.mkdir()
-    try:
-        for name, data in files.items():
-            write_durably(building / name, data)
-        write_durably(building / MANIFEST, canonical_json(manifest))
-        sync_folder(building)
-        building.rename(folder)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
-    sync_folder(folder.parent)
+    write_folder(folder, {**files, MANIFEST: canonical_json(manifest)})
     return sha256
 
 

@@ -11,8 +11,6 @@ Legend of suffixes: B rows, T positions, V vocabulary, W width, H heads.
 from __future__ import annotations
 
 import hashlib
-import secrets
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 from torch.nn import functional
 
-from spanloop.learner.durable import sync_folder, write_durably
+from spanloop.learner.durable import write_folder
 from spanloop.learner.losses import decision_log_probs, menu_log_probs
 from spanloop.learner.model import TensorBatch, Tolerance
 from spanloop.learner.tokenizer import Tokenizer
@@ -230,18 +228,7 @@ def save_artifact(
             )
         return sha256
     manifest = Manifest(FORMAT, sha256, len(weights), net.config, tokenizer.vocabulary, dict(about or {}))
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    building = folder.parent / f".building-{folder.name}-{secrets.token_hex(4)}"
-    building.mkdir()
-    try:
-        write_durably(building / WEIGHTS, weights)
-        write_durably(building / MANIFEST, canonical_json(manifest))
-        sync_folder(building)
-        building.rename(folder)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
-    sync_folder(folder.parent)
+    write_folder(folder, {WEIGHTS: weights, MANIFEST: canonical_json(manifest)})
     return sha256
 
 

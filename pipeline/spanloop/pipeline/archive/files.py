@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import os
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ class Entry(NamedTuple):
     mtime_ns: int
 
 
-class Files:
+class Files(ABC):
     """What both media share; ``root`` is a path of ``filesystem``."""
 
     local = False
@@ -85,18 +86,18 @@ class Files:
         ]
         return sorted(entries)
 
+    @abstractmethod
     def write(self, path: str, data: bytes | pa.Buffer) -> None:
         """Make or replace a file in one step."""
-        raise NotImplementedError
 
     def delete(self, path: str) -> None:
         """Remove a file; a missing one is no error."""
         with contextlib.suppress(FileNotFoundError):
             self.filesystem.delete_file(self.full(path))
 
+    @abstractmethod
     def move(self, source: str, target: str) -> None:
         """Move a file aside."""
-        raise NotImplementedError
 
     def sweep(self) -> int:
         """Remove temporaries that a killed writer left: how many there were. Only for the one writer."""
