@@ -20,6 +20,8 @@ __all__ = [
     "CallFacts",
     "GatewayFacts",
     "Handover",
+    "MessageFacts",
+    "NodeFacts",
     "Operation",
     "ToolFacts",
     "decode_operation",
@@ -68,6 +70,13 @@ class CallFacts(msgspec.Struct, frozen=True, array_like=True):
     answered: tuple[str, ...] = ()
     """Ids of the tool calls whose results stand in the input."""
     gateway: GatewayFacts | None = None
+    lost: int = 0
+    """Earlier calls of the same run that wrote on this span too and were overwritten. More than zero, or a call
+    on an agent's run: when the call began is not known."""
+    task_hash: str = ""
+    """``text_hash`` of the first user message in the input."""
+    fresh: tuple[str, ...] = ()
+    """Ids of the tool calls whose results stand at the end of the input, behind the last answer."""
 
 
 class ToolFacts(msgspec.Struct, frozen=True, array_like=True):
@@ -92,6 +101,14 @@ class AgentFacts(msgspec.Struct, frozen=True, array_like=True):
     output_tokens: int | None = None
     engine: bool = False
     """It runs agents as nodes and decides nothing itself."""
+    guessed: bool = False
+    """An instrumentation that goes by names took it for an agent: inside another run it is a part of that one."""
+    handed_by: str = ""
+    """Name of the agent that the span says came before it."""
+    said: tuple[str, ...] = ()
+    """``echo_hashes`` of the run's last answer."""
+    heard: tuple[str, ...] = ()
+    """``echo_hashes`` of the pieces of the run's input."""
 
 
 class Handover(msgspec.Struct, frozen=True, array_like=True):
@@ -99,10 +116,33 @@ class Handover(msgspec.Struct, frozen=True, array_like=True):
 
     source: str = ""
     target: str = ""
+    """Empty: the span does not show to whom."""
     mode: str = ""
     """pass_control, return_to_caller, or empty: unknown."""
     confidence: float = 1.0
     rule: str = "handover_keys"
+
+
+class NodeFacts(msgspec.Struct, frozen=True, array_like=True):
+    """A span of an engine's node: its execution, or something inside it that repeats the instance. Whether the
+    node is an agent, a step of one or neither shows only in the tree."""
+
+    name: str
+    instance: str = ""
+    """Id of the execution; the outermost operation that carries it is the execution."""
+    step: int | None = None
+    """Superstep of the engine: nodes of one step run side by side, then the engine waits for all."""
+    goto: tuple[str, ...] = ()
+    """Nodes that its result sends the engine to; an empty text: one that the span does not show."""
+
+
+class MessageFacts(msgspec.Struct, frozen=True, array_like=True):
+    """A message on its way between participants, by their instances or names; empty: not told."""
+
+    sender: str = ""
+    receiver: str = ""
+    broadcast: bool = False
+    """To everybody on a topic."""
 
 
 class Operation(msgspec.Struct, frozen=True, array_like=True):
@@ -138,6 +178,14 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
     handover: Handover | None = None
     triggered: bool | None = None
     """Verdict of a guardrail."""
+    node: NodeFacts | None = None
+    guardrail: str = ""
+    """Name of the guardrail that, by the span's own words, ended it."""
+    instance: str = ""
+    """Id of the agent that lives on over several runs: its runs are turns of one agent."""
+    resource: str = ""
+    """Process that wrote the span, empty: unknown. Clocks order spans of one process only."""
+    message: MessageFacts | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()
