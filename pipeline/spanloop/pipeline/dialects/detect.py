@@ -1,4 +1,4 @@
-"""The registry of dialects: the first that recognises a span reads it.
+"""The registry of dialects: the first that recognises a span reads it, those it names in ``ALSO`` fill the gaps.
 
 Order matters where one dialect extends another: the special one stands first. What nobody recognises
 becomes an operation of kind ``unknown``: it keeps its place in the tree and says nothing.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from spanloop.pipeline.dialects import gateway, genai, pydantic_ai
+from spanloop.pipeline.dialects import gateway, genai, openinference, pydantic_ai
 from spanloop.pipeline.dialects.fields import base_fields
+from spanloop.pipeline.dialects.merge import filled
 from spanloop.pipeline.dialects.operation import Operation
 from spanloop.schemas.spans import Span
 
@@ -17,7 +18,7 @@ __all__ = ["DIALECTS", "TRUSTED_SOURCES", "Dialect", "operation_of"]
 
 
 class Dialect(Protocol):
-    """A module of this folder."""
+    """A module of this folder. ``ALSO``, a tuple of names, may list the dialects that others write on its spans."""
 
     @property
     def NAME(self) -> str: ...
@@ -31,11 +32,15 @@ class Dialect(Protocol):
         ...
 
 
-DIALECTS: tuple[Dialect, ...] = (pydantic_ai, genai)
+DIALECTS: tuple[Dialect, ...] = (pydantic_ai, openinference, genai)
 """Dialects that anybody may speak, in order."""
 TRUSTED_SOURCES = frozenset({"gateway", "import"})
 """Sources whose gateway spans are believed. An agent that sends spans under the gateway's name over OTLP
 is read as plain GenAI: it cannot claim which policy version answered, or with which tokens."""
+
+_FILLERS: dict[str, tuple[Dialect, ...]] = {
+    dialect.NAME: tuple(d for d in DIALECTS if d.NAME in getattr(dialect, "ALSO", ())) for dialect in DIALECTS
+}
 
 
 def operation_of(span: Span, source: str = "otlp") -> Operation:
@@ -44,5 +49,9 @@ def operation_of(span: Span, source: str = "otlp") -> Operation:
         return gateway.read(span)
     for dialect in DIALECTS:
         if dialect.matches(span):
-            return dialect.read(span)
+            operation = dialect.read(span)
+            for other in _FILLERS[dialect.NAME]:
+                if other.matches(span):
+                    operation = filled(operation, other.read(span))
+            return operation
     return Operation(**base_fields(span), kind="unknown")

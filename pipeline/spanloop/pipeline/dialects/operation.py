@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from spanloop.schemas.canonical import digest
+from spanloop.schemas.orchestration import Decision
 
 __all__ = [
     "KINDS",
@@ -23,6 +24,7 @@ __all__ = [
     "MessageFacts",
     "NodeFacts",
     "Operation",
+    "Said",
     "ToolFacts",
     "decode_operation",
     "encode_operation",
@@ -31,7 +33,7 @@ __all__ = [
 
 KINDS = (
     "agent_run", "model_call", "tool_call", "handover", "guardrail", "workflow", "message", "evaluation", "build",
-    "unknown",
+    "unknown", "act",
 )  # fmt: skip
 
 
@@ -143,6 +145,23 @@ class MessageFacts(msgspec.Struct, frozen=True, array_like=True):
     receiver: str = ""
     broadcast: bool = False
     """To everybody on a topic."""
+
+
+class Said(msgspec.Struct, frozen=True, array_like=True):
+    """What the agent's own program says outright of an act, without any inference."""
+
+    act: str
+    """One of sdk_attributes.ACTS; a span of kind ``act`` is an aggregate, a stop or a decision."""
+    target_id: str = ""
+    """Span id of the other party's run, or of the act that made it."""
+    sources: tuple[str, ...] = ()
+    """Span ids of the runs or delegations whose results an aggregate uses."""
+    decided_by: str = ""
+    """Span id of the decision that this act carries out."""
+    call: str = ""
+    """Response id or span id of the model call that decided."""
+    decision: Decision | None = None
+    harness: str = ""
 
 
 class Operation(msgspec.Struct, frozen=True, array_like=True):
