@@ -15,6 +15,7 @@ __all__ = [
     "EDGE_TYPES",
     "EVENT_TYPES",
     "Agent",
+    "Decision",
     "Edge",
     "MenuOption",
     "ModelCall",
@@ -38,6 +39,20 @@ EDGE_TYPES = (
     "aggregate",
     "safety_flow",
 )
+
+
+class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was decided, among what, and how likely each option was when it was drawn."""
+
+    kind: str
+    """spawn, delegate, message, aggregate or stop (O1 to O5)."""
+    chosen: str = ""
+    options: tuple[str, ...] = ()
+    """The options that were open, each once; empty: not told."""
+    propensities: tuple[float, ...] = ()
+    """Probability of each option under whatever drew it, exploration included; sums to 1. Empty: not told or unusable."""
+    by_policy: bool | None = None
+    """Whether the policy chose, and not a rule, an exploration draw or a person; None: not told."""
 
 
 class OrchestrationEvent(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -71,6 +86,9 @@ class OrchestrationEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     """return_to_caller or pass_control on delegate."""
     call_id: str = ""
     """ModelCall.id of the model call that took this decision, where one did."""
+    decision: Decision | None = None
+    """Told outright by the program: on the event of the act that was chosen; on an orchestrator_decision where the decision
+    was told apart from its act, or was not to act."""
 
 
 class Edge(msgspec.Struct, frozen=True):
@@ -96,6 +114,8 @@ class Agent(msgspec.Struct, frozen=True, omit_defaults=True):
     status: str = "ok"
     virtual: bool = False
     """No span of its own; inferred from a delegation tool."""
+    harness: str = ""
+    """Fingerprint of the run's harness as its own process tells it."""
 
 
 class MenuOption(msgspec.Struct, frozen=True, array_like=True):

@@ -205,6 +205,7 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
     resource: str = ""
     """Process that wrote the span, empty: unknown. Clocks order spans of one process only."""
     message: MessageFacts | None = None
+    said: Said | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,0 +1,68 @@
+"""Span attributes that our SDK writes and its dialect reads: one list for both sides.
+
+They are the sender's own claims about its run. What only a trusted component may say (``spanloop.policy.version``, token ids,
+``spanloop.harness``) has other names, which the receiver removes from a sender's spans.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ACT",
+    "ACTS",
+    "BY_POLICY",
+    "CALL",
+    "CHOSEN",
+    "DECIDED_BY",
+    "DECISION",
+    "DECISIONS",
+    "HARNESS",
+    "OPTIONS",
+    "OPTIONS_MAX",
+    "OPTION_CHARS",
+    "PREFIX",
+    "PROPENSITIES",
+    "REASON",
+    "SCOPE",
+    "SOURCES",
+    "SOURCES_MAX",
+    "TARGET",
+    "TARGET_ID",
+    "TRUNCATED",
+]
+
+SCOPE = "spanloop.sdk"
+"""Instrumentation scope of the SDK's spans."""
+PREFIX = "spanloop.sdk."
+
+ACTS = (
+    "agent", "spawn", "delegate", "message", "receive", "aggregate", "stop", "decision", "tool", "model_call", "guardrail",
+)  # fmt: skip
+"""Values of ACT."""
+DECISIONS = ("spawn", "delegate", "message", "aggregate", "stop")
+"""Values of DECISION, O1 to O5: when to spawn, whom to delegate to, how to communicate, how to aggregate, when to stop."""
+OPTIONS_MAX = 256
+"""Options of one decision; a longer menu is cut and its propensities are unusable."""
+OPTION_CHARS = 128
+SOURCES_MAX = 1024
+
+ACT = "spanloop.sdk.act"
+TARGET = "spanloop.sdk.target"
+"""Name of the other party."""
+TARGET_ID = "spanloop.sdk.target.id"
+"""Span id of the other party's run, or of the act that made it."""
+SOURCES = "spanloop.sdk.sources"
+"""Span ids of runs or delegations whose results an aggregate uses."""
+DECISION = "spanloop.sdk.decision"
+OPTIONS = "spanloop.sdk.options"
+PROPENSITIES = "spanloop.sdk.propensities"
+"""Probability with which each option was drawn, in the order of OPTIONS."""
+CHOSEN = "spanloop.sdk.chosen"
+BY_POLICY = "spanloop.sdk.by_policy"
+DECIDED_BY = "spanloop.sdk.decided_by"
+"""Span id of the decision that an act carries out."""
+CALL = "spanloop.sdk.call"
+"""Response id or span id of the model call that took a decision."""
+HARNESS = "spanloop.sdk.harness"
+REASON = "spanloop.sdk.reason"
+TRUNCATED = "spanloop.sdk.truncated"
+"""True where a value was cut or left out."""
