@@ -135,11 +135,6 @@ def answers(url: str) -> Callable[[], bool]:
     return check
 
 
-def written(path: Path, after: float) -> bool:
-    """Whether a status file was written since."""
-    return path.exists() and path.stat().st_mtime >= after
-
-
 class Stack:
     """Everything that runs."""
 
@@ -175,6 +170,7 @@ class Stack:
             "OPENAI_BASE_URL": f"http://127.0.0.1:{port['gateway']}/v1",
             "OPENAI_API_KEY": "unused",
             "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port['collector']}",
+            "OTEL_METRICS_EXPORTER": "none",
             "FEEDBACK_URL": f"http://127.0.0.1:{port['collector']}/v1/feedback",
         }
 
@@ -211,7 +207,7 @@ class Stack:
                  answers(f"http://127.0.0.1:{port['gateway']}/metrics"))  # fmt: skip
         for number in (1, 2):
             self.add(f"worker{number}", self._module("spanloop.pipeline.runtimes.worker", "--worker", str(number)),
-                     self._fresh(f"pipeline-{number}.json"))  # fmt: skip
+                     self._says(f"worker{number}.log", b'"ready"'))  # fmt: skip
         self.add(
             "learner",
             self._module("spanloop.learner.trainer"),
@@ -222,10 +218,6 @@ class Stack:
             self._module("spanloop.pipeline.archive.process"),
             self._says("archiver.log", b'"ready"'),
         )
-
-    def _fresh(self, name: str) -> Callable[[], bool]:
-        path = self.workspace / name
-        return lambda: written(path, time.time() - 3)
 
     def _says(self, name: str, text: bytes) -> Callable[[], bool]:
         path = self.out / name
@@ -348,9 +340,9 @@ def work(stack: Stack, log: KafkaLog) -> dict[str, Any]:
 
 
 def settled(stack: Stack, log: KafkaLog) -> None:
-    """Wait until the workers have nothing left: no new revision for a while."""
+    """Wait until the workers have nothing left: no new revision for longer than an orchestration with gaps is held open."""
     last, since = -1, time.monotonic()
-    while time.monotonic() - since < 6:
+    while time.monotonic() - since < stack.settings.pipeline.timeout_s + 6:
         stack.watch()
         count = sum(
             log.end(s)

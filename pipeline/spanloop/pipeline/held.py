@@ -62,6 +62,8 @@ class Held(msgspec.Struct, frozen=True, omit_defaults=True):
     samples_hash: str = ""
     dirty: bool = False
     """Touched while nothing may be derived."""
+    ahead: int = 0
+    """Revision from which something on the log was derived that is newer than what is held: that one is to come again."""
 
     @property
     def key(self) -> str:

@@ -293,6 +293,8 @@ class SignalStage:
                 held, rewards_hash="", credit_hash=_OLD if held.credit_hash else ""
             )
             changes["credit_hash"] = held.credit_hash
+        if not isinstance(event, SamplesBuilt) and event.orchestration_revision > held.orchestration_revision:
+            changes["ahead"] = max(held.ahead, event.orchestration_revision)
         if isinstance(event, RewardsComputed):
             changes["rewards_hash"] = _seen(held.rewards_hash, _content(event))
             if event.status in _FINAL:
@@ -337,7 +339,7 @@ class SignalStage:
         drafts: dict[str, Draft] = {}
         for key in keys:
             held = self._store.held.get(key)
-            if held is None or held.merged_into or not held.content:
+            if held is None or held.merged_into or not held.content or _is_behind(held):
                 continue
             content = self._contents.get(key) or self._store.content(key)
             composite = compose(
@@ -354,7 +356,7 @@ class SignalStage:
         events: list[Event] = []
         for key in keys:
             held = self._store.held.get(key)
-            if held is None or not (held.content or held.merged_into):
+            if held is None or not (held.content or held.merged_into) or _is_behind(held):
                 continue
             draft = drafts.get(key)
             signal = finish_draft(draft, held.complete, self._settings) if draft else _void(held)
@@ -405,6 +407,11 @@ class SignalStage:
         for name in list(self._asking)[:-8]:
             if name not in self._store.newest_names():
                 del self._asking[name]
+
+
+def _is_behind(held: Held) -> bool:
+    """Whether what is on the log was derived from a revision that is still to come: then this one has nothing to say."""
+    return held.ahead > held.orchestration_revision
 
 
 def unusable(event: FeedbackReceived) -> str:
