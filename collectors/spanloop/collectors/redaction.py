@@ -6,7 +6,7 @@ roles, part types, tool call ids and tool names stay, each text inside is replac
 stay when they look like labels and hold nothing that looks like a secret.
 
 Attributes ``spanloop.*`` are ours: from a sender they are removed and counted, whatever the content settings, since
-the gateway alone knows which policy answered.
+the gateway alone knows which policy answered. ``spanloop.sdk.*`` is what our SDK says of the sender's own acts: kept as labels.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from spanloop.collectors.allowlist import DROP, KEEP, MESSAGES, classify
 from spanloop.pipeline.otlp.decoded import FLAGS
 from spanloop.schemas.canonical import canonical_json
 from spanloop.schemas.errors import ConfigError, TransientError
+from spanloop.schemas.sdk_attributes import PREFIX
 from spanloop.schemas.settings import Content, Settings
 from spanloop.schemas.spans import Span, SpanEvent, SpanLink, redacted
 
@@ -170,7 +171,11 @@ class Redactor:
     def _without_reserved(self, attributes: dict[str, Any]) -> tuple[dict[str, Any], int]:
         if RESERVED not in " ".join(attributes):
             return attributes, 0
-        bad = [k for k in attributes if k.startswith(RESERVED) and k not in _SENDERS_OWN]
+        bad = [
+            k
+            for k in attributes
+            if k.startswith(RESERVED) and k not in _SENDERS_OWN and not k.startswith(PREFIX)
+        ]
         if not bad:
             return attributes, 0
         self.reserved_removed += len(bad)

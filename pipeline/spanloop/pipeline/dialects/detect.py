@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from spanloop.pipeline.dialects import gateway, genai, openinference, pydantic_ai
+from spanloop.pipeline.dialects import (
+    gateway,
+    genai,
+    openai_agents_native,
+    openinference,
+    pydantic_ai,
+    spanloop_sdk,
+)
 from spanloop.pipeline.dialects.fields import base_fields
 from spanloop.pipeline.dialects.merge import filled
 from spanloop.pipeline.dialects.operation import Operation
@@ -32,7 +39,7 @@ class Dialect(Protocol):
         ...
 
 
-DIALECTS: tuple[Dialect, ...] = (pydantic_ai, openinference, genai)
+DIALECTS: tuple[Dialect, ...] = (spanloop_sdk, openai_agents_native, pydantic_ai, openinference, genai)
 """Dialects that anybody may speak, in order."""
 TRUSTED_SOURCES = frozenset({"gateway", "import"})
 """Sources whose gateway spans are believed. An agent that sends spans under the gateway's name over OTLP
