@@ -1,5 +1,6 @@
-"""OTLP protobuf ExportTraceServiceRequest -> spans. One parse by upb, then one walk; when upb refuses the request, it
-is taken apart at its length marks and each span is parsed on its own.
+"""OTLP protobuf ExportTraceServiceRequest -> spans. One parse by upb down to the spans (``shallow``), then one walk in
+which each attribute is parsed on its own; when upb refuses the request all the same, it is taken apart at its length
+marks and each span is parsed alone.
 """
 
 from __future__ import annotations
@@ -8,11 +9,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from google.protobuf.message import DecodeError
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope
-from opentelemetry.proto.resource.v1.resource_pb2 import Resource
-from opentelemetry.proto.trace.v1.trace_pb2 import Span as ProtoSpan
+from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope, KeyValue
 
+from spanloop.pipeline.otlp import shallow
 from spanloop.pipeline.otlp.decoded import (
     MAX_NESTING,
     BadSpanError,
@@ -32,6 +31,11 @@ from spanloop.schemas.spans import Span, SpanEvent, SpanLink
 __all__ = ["decode_protobuf"]
 
 _STATUS = {0: "unset", 1: "ok", 2: "error"}
+_UNCHANGING = frozenset({str, int, float, bool})
+_SHORT = 256
+_KNOWN_MAX = 8_192
+"""Attributes up to the first many bytes are remembered with what they mean, up to so many: at most 4 MiB."""
+_known: dict[bytes, tuple[str, Any]] = {}
 _REFUSED = "the protobuf parser refuses this span: a value nested too deep, or a text that is not UTF-8"
 
 
@@ -39,15 +43,14 @@ def decode_protobuf(body: bytes, max_nesting: int = MAX_NESTING) -> DecodedBatch
     """Spans of one OTLP protobuf request. Raises SchemaError when ``body`` is not such a request at all."""
     batch = DecodedBatch([], [])
     try:
-        request = ExportTraceServiceRequest.FromString(body)
+        request = shallow.Request.FromString(body)
     except DecodeError:
         _take_apart(memoryview(body), batch, max_nesting)
         return batch
     for group in request.resource_spans:
-        resource = _resource(group.resource.attributes, max_nesting)
-        for scope_spans in group.scope_spans:
-            scope = scope_spans.scope
-            _decode_spans(scope_spans.spans, Origin(resource, scope.name, scope.version), batch, max_nesting)
+        resource = _resource(group.resource, max_nesting)
+        for scopes in group.scope_spans:
+            _decode_spans(scopes.spans, Origin(resource, *_scope(scopes.scope)), batch, max_nesting)
     return batch
 
 
@@ -57,6 +60,8 @@ def _decode_spans(raw_spans: Iterable[Any], origin: Origin, batch: DecodedBatch,
             batch.spans.append(_span(raw, origin, depth))
         except BadSpanError as exc:
             batch.rejected.append(Rejected(str(exc), raw.SerializeToString(), exc.kind))
+        except (DecodeError, UnicodeDecodeError):
+            batch.rejected.append(Rejected(_REFUSED, raw.SerializeToString(), "protobuf"))
 
 
 def _span(raw: Any, origin: Origin, depth: int) -> Span:
@@ -78,13 +83,13 @@ def _span(raw: Any, origin: Origin, depth: int) -> Span:
     return Span(
         trace_id=trace_id,
         span_id=span_id,
-        name=raw.name,
+        name=raw.name.decode(),
         start_ns=start,
         end_ns=end,
         parent_span_id=hex_id(parent, 8, "parent span id") if any(parent) else None,
         kind=kind if 0 <= kind <= 5 else 0,
         status=_STATUS.get(status.code, "unset"),
-        status_message=status.message,
+        status_message=status.message.decode(),
         attributes=attributes,
         events=span_events,
         links=span_links,
@@ -97,15 +102,18 @@ def _span(raw: Any, origin: Origin, depth: int) -> Span:
 
 def _events(raw: Any, depth: int, flags: list[str]) -> tuple[SpanEvent, ...]:
     found = []
-    for event in raw:
-        check_times(event.time_unix_nano, 0)
-        found.append(SpanEvent(event.name, event.time_unix_nano, _attributes(event.attributes, depth, flags)))
+    for part in raw:
+        event = shallow.Event.FromString(part)
+        time_ns = event.time_unix_nano
+        check_times(time_ns, 0)
+        found.append(SpanEvent(event.name.decode(), time_ns, _attributes(event.attributes, depth, flags)))
     return tuple(found)
 
 
 def _links(raw: Any, depth: int, flags: list[str]) -> tuple[SpanLink, ...]:
     found = []
-    for link in raw:
+    for part in raw:
+        link = shallow.Link.FromString(part)
         attributes = _attributes(link.attributes, depth, flags)
         try:
             trace_id, span_id = hex_id(link.trace_id, 16, "trace id"), hex_id(link.span_id, 8, "span id")
@@ -116,14 +124,26 @@ def _links(raw: Any, depth: int, flags: list[str]) -> tuple[SpanLink, ...]:
     return tuple(found)
 
 
-def _attributes(raw: Any, depth: int, flags: list[str]) -> dict[str, Any]:
+def _attributes(raw: Iterable[bytes], depth: int, flags: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for pair in raw:
-        value = pair.value
-        text = value.string_value
-        found[pair.key] = text or _value(
-            value, depth, flags, pair.key
-        )  # a text that is not empty: the usual case
+    for part in raw:
+        pair = _known.get(part)
+        if pair is None:
+            pair = _pair(part, depth, flags)
+        found[pair[0]] = pair[1]
+    return found
+
+
+def _pair(part: bytes, depth: int, flags: list[str]) -> tuple[str, Any]:
+    """Key and value of one attribute. Short ones come again and again: what cannot change is remembered."""
+    pair = KeyValue.FromString(part)
+    key, value = pair.key, pair.value
+    text = value.string_value
+    found = (key, text or _value(value, depth, flags, key))  # a text that is not empty: the usual case
+    if len(part) <= _SHORT and not flags and type(found[1]) in _UNCHANGING:
+        if len(_known) >= _KNOWN_MAX:
+            _known.clear()
+        _known[part] = found
     return found
 
 
@@ -148,13 +168,28 @@ def _value(value: Any, depth: int, flags: list[str], key: str) -> Any:
     return None
 
 
-def _resource(raw: Any, depth: int) -> dict[str, Any]:
+def _resource(parts: Iterable[bytes], depth: int) -> dict[str, Any]:
+    """Attributes of a resource. One that cannot be read costs itself, never its spans."""
     flags: list[str] = []
+    attributes: dict[str, Any] = {}
     try:
-        attributes = _attributes(raw, depth, flags)
-    except BadSpanError:
+        for part in parts:
+            raw = [bytes(inner) for number, inner in fields(memoryview(part)) if number == 1]
+            attributes |= _attributes(raw, depth, flags)
+    except (BadSpanError, DecodeError, WireError):
         return with_flags({}, ["invalid_resource:resource"])
     return with_flags(attributes, flags) if flags else attributes
+
+
+def _scope(parts: Iterable[bytes]) -> tuple[str, str]:
+    """Name and version; none where they cannot be read, since its spans are worth more than its name."""
+    found = InstrumentationScope()
+    try:
+        for part in parts:
+            found.MergeFromString(part)
+    except DecodeError:
+        return "", ""
+    return found.name, found.version
 
 
 # ---------------------------------------------------------------- a request that upb refuses
@@ -168,7 +203,7 @@ def _take_apart(data: memoryview, batch: DecodedBatch, depth: int) -> None:
     for group in groups:
         try:
             parts = list(fields(group))
-            resource = _lone_resource([p for n, p in parts if n == 1], depth)
+            resource = _resource([bytes(p) for n, p in parts if n == 1], depth)
             for scope_spans in (p for n, p in parts if n == 2):
                 _take_scope_apart(scope_spans, resource, batch, depth)
         except WireError as exc:
@@ -186,30 +221,13 @@ def _take_scope_apart(data: memoryview, resource: dict[str, Any], batch: Decoded
     except WireError as exc:
         batch.rejected.append(Rejected(f"a ScopeSpans message is malformed: {exc}", bytes(data), "protobuf"))
         return
-    name = version = ""
-    for number, part in parts:
-        if number == 1:
-            try:
-                scope = InstrumentationScope.FromString(bytes(part))
-                name, version = scope.name, scope.version
-            except DecodeError:
-                pass  # its spans are worth more than its name
+    name, version = _scope([bytes(p) for n, p in parts if n == 1])
     for number, part in parts:
         if number != 2:
             continue
         try:
-            span = ProtoSpan.FromString(bytes(part))
+            span = shallow.Span.FromString(bytes(part))
         except DecodeError:
             batch.rejected.append(Rejected(_REFUSED, bytes(part), "protobuf"))
             continue
         _decode_spans((span,), Origin(resource, name, version), batch, depth)
-
-
-def _lone_resource(parts: list[memoryview], depth: int) -> dict[str, Any]:
-    found = Resource()
-    try:
-        for part in parts:
-            found.MergeFromString(bytes(part))
-    except DecodeError:
-        return with_flags({}, ["invalid_resource:resource"])
-    return _resource(found.attributes, depth)
