@@ -10,12 +10,14 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-__all__ = ["DROP", "KEEP", "MESSAGES", "TREE", "classify"]
+__all__ = ["DROP", "KEEP", "LABELS", "MESSAGES", "TREE", "classify"]
 
 KEEP = "keep"
 """An identifier, name, number or state: kept when its text looks like a label."""
 MESSAGES = "messages"
 """JSON of messages or tool definitions: roles, types, ids and tool names are kept, texts replaced one by one."""
+LABELS = "labels"
+"""JSON of labels and numbers (token counts, a quoted name): each is kept like one of KEEP."""
 TREE = "tree"
 """JSON of arguments or results: keys kept, every text and number replaced one by one."""
 DROP = "drop"
@@ -52,11 +54,15 @@ edge_group.delivered edge_group.delivery_status message.source_id message.target
 crew_key crew_id task_key task_id
 langgraph.command.source_node langgraph.command.goto_node langgraph.command.goto_nodes
 langfuse.observation.type langfuse.observation.model.name langfuse.trace.name langfuse.observation.level
-mlflow.spanType mlflow.llm.model mlflow.llm.provider mlflow.trace.session
 ai.operationId ai.model.id ai.model.provider ai.toolCall.name ai.toolCall.id ai.response.id ai.response.model
 ai.response.finishReason operation.name resource.name
 span.type model input_tokens output_tokens cache_read_tokens cache_creation_tokens stop_reason success attempt
 request_id agent_id parent_agent_id subagent.id tool_name tool_use_id duration_ms prompt.id
+log.severity event.name event.kind event.sequence conversation.id call_id decision source decision_source
+decision_type cost_usd status_code input_token_count output_token_count cached_token_count reasoning_token_count
+tool_token_count interaction.sequence interaction.duration_ms query_source terminal.type app.version originator
+gen_ai.guardrail.result.type gen_ai.guardrail.component.name gen_ai.guardrail.policy.id guardrail.component.name
+ai.telemetry.functionId ai.response.msToFinish
 service.name service.version service.namespace service.instance.id deployment.environment
 deployment.environment.name deployment.name telemetry.sdk.language telemetry.sdk.name telemetry.sdk.version
 process.pid process.runtime.name process.runtime.version os.type thread.id
@@ -65,7 +71,13 @@ _KEEP_PREFIX = (
     "gen_ai.usage.", "gen_ai.aggregated_usage.", "llm.token_count.", "llm.usage.", "llm.cost.", "ai.usage.",
     "spanloop.",
 )  # fmt: skip
+_LABELS = """
+mlflow.spanType mlflow.llm.model mlflow.llm.provider mlflow.trace.session mlflow.chat.tokenUsage
+mlflow.llm.cost mlflow.traceRequestId mlflow.spanFunctionName langfuse.observation.usage_details
+langfuse.observation.cost_details
+"""
 _MESSAGES = """
+log.body ai.response.toolCalls
 gen_ai.input.messages gen_ai.output.messages gen_ai.system_instructions gen_ai.tool.definitions
 pydantic_ai.all_messages all_messages_events events ai.prompt.messages gen_ai.agent.tools
 handoffs tools content message
@@ -80,7 +92,7 @@ gen_ai.task.input gen_ai.task.output
 """
 _EVENT_KEEP = frozenset({"role", "id", "index", "finish_reason", "name"})
 _TABLE: dict[str, str] = {}
-for _kind, _keys in ((TREE, _TREE), (MESSAGES, _MESSAGES), (KEEP, _KEEP)):
+for _kind, _keys in ((TREE, _TREE), (MESSAGES, _MESSAGES), (LABELS, _LABELS), (KEEP, _KEEP)):
     _TABLE.update((key, _kind) for key in _keys.split())
 _PATTERNS = (
     (
@@ -100,7 +112,7 @@ _PATTERNS = (
 
 @lru_cache(4096)
 def classify(key: str, event: bool = False) -> str:
-    """KEEP, MESSAGES, TREE or DROP for an attribute key; ``event``: of a GenAI message event.
+    """KEEP, MESSAGES, LABELS, TREE or DROP for an attribute key; ``event``: of a GenAI message event.
 
     >>> classify("gen_ai.request.model"), classify("gen_ai.tool.call.arguments"), classify("customer.note")
     ('keep', 'tree', 'drop')

@@ -10,6 +10,7 @@ from spanloop.collectors.deadletters import dead_letter
 from spanloop.collectors.limits import MAX_SPAN_BYTES, cut_span, has_long_keys
 from spanloop.collectors.redaction import Redactor
 from spanloop.pipeline.otlp.decoded import DecodedBatch
+from spanloop.pipeline.otlp.log_ids import identified
 from spanloop.pipeline.ports import NewRecord, new_record
 from spanloop.schemas import topics
 from spanloop.schemas.canonical import canonical_json
@@ -52,8 +53,8 @@ class Intake:
         for the dead letters."""
         traces: dict[str, list[bytes]] = {}
         for raw in batch.spans:
-            encoded = self._encoded(self._redactor.span(raw))
-            traces.setdefault(raw.trace_id, []).append(encoded)
+            span = identified(self._redactor.span(raw))
+            traces.setdefault(span.trace_id, []).append(self._encoded(span))
         records = [
             _record(tenant, trace_id, part, source)
             for trace_id, spans in traces.items()

@@ -101,12 +101,14 @@ async def read_body(
     return b"".join(parts)
 
 
-def reply(content_type: str, status: int, message: str = "", rejected: int = 0) -> web.Response:
-    """An ExportTraceServiceResponse (status 200) or a google.rpc.Status, in protobuf or JSON."""
+def reply(
+    content_type: str, status: int, message: str = "", rejected: int = 0, field: str = "rejectedSpans"
+) -> web.Response:
+    """An Export...ServiceResponse (status 200) or a google.rpc.Status, in protobuf or JSON, where ``field`` names the count."""
     if content_type == PROTOBUF:
         body = _protobuf(status, message, rejected)
     else:
-        body = json.dumps(_json(status, message, rejected)).encode()
+        body = json.dumps(_json(status, message, rejected, field)).encode()
     response = web.Response(status=status, body=body, content_type=content_type)
     if status in (408, 429, 503):
         response.headers["Retry-After"] = "1"
@@ -115,12 +117,12 @@ def reply(content_type: str, status: int, message: str = "", rejected: int = 0) 
     return response
 
 
-def _json(status: int, message: str, rejected: int) -> dict[str, object]:
+def _json(status: int, message: str, rejected: int, field: str) -> dict[str, object]:
     if status != 200:
         return {"code": _RPC_CODES.get(status, 2), "message": message}
     if not rejected:
         return {}
-    return {"partialSuccess": {"rejectedSpans": str(rejected), "errorMessage": message}}
+    return {"partialSuccess": {field: str(rejected), "errorMessage": message}}
 
 
 def _protobuf(status: int, message: str, rejected: int) -> bytes:

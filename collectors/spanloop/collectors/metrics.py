@@ -10,6 +10,7 @@ _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _HELP = {
     "spanloop_requests_total": "Requests by route and status.",
     "spanloop_spans_accepted_total": "Spans made durable.",
+    "spanloop_log_records_ignored_total": "Log records that say nothing of agents: not stored.",
     "spanloop_spans_rejected_total": "Spans refused one by one, by kind.",
     "spanloop_events_duplicate_total": "Events that were in the log already.",
     "spanloop_feedback_accepted_total": "Feedback made durable.",

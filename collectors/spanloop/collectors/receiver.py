@@ -1,4 +1,4 @@
-"""The collector process: OTLP/HTTP traces and feedback in, durable events out.
+"""The collector process: OTLP/HTTP traces, logs and feedback in, durable events out.
 
 Flow of a request: credential, limits, decode, redaction, group commit, answer. Invariants: 2xx only after the durable
 append; a bad span is refused alone (partial success, dead letter); the tenant is the credential's; every queue and
@@ -15,8 +15,10 @@ import sys
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from signal import SIGINT, SIGTERM
+from typing import NamedTuple
 
 import click
 from aiohttp import web
@@ -34,6 +36,7 @@ from spanloop.collectors.bodies import (
     reply,
 )
 from spanloop.collectors.commit import GroupCommitter, QueueFullError
+from spanloop.collectors.evaluations import scores_of
 from spanloop.collectors.feedback import parse_feedback
 from spanloop.collectors.limits import BodyTooLargeError, ByteBudget, expand
 from spanloop.collectors.metrics import Metrics
@@ -41,9 +44,12 @@ from spanloop.collectors.redaction import Redactor, workspace_key
 from spanloop.pipeline.clock import SystemClock
 from spanloop.pipeline.log.open import open_log
 from spanloop.pipeline.otlp.decode_json import decode_json, parse_json
+from spanloop.pipeline.otlp.decode_logs_json import decode_logs_json
+from spanloop.pipeline.otlp.decode_logs_protobuf import decode_logs_protobuf
 from spanloop.pipeline.otlp.decode_protobuf import decode_protobuf
 from spanloop.pipeline.otlp.decoded import DecodedBatch
-from spanloop.pipeline.ports import Clock, Log, new_record
+from spanloop.pipeline.ports import Clock, Log, NewRecord, new_record
+from spanloop.schemas import topics
 from spanloop.schemas.errors import ConfigError, SchemaError, SpanloopError, TransientError
 from spanloop.schemas.settings import Settings, load_settings
 
@@ -56,6 +62,19 @@ _INLINE_BYTES = 64 * 1024
 _SEEN_TRACES = 100_000
 TRACE_ROUTES = ("/v1/traces", "/api/public/otel/v1/traces")
 """The second is where Langfuse's clients send."""
+
+
+class Signal(NamedTuple):
+    """An OTLP signal: what one item of it is called, its decoders, the count of refused ones in the answer."""
+
+    items: str
+    decode_json: Callable[[bytes, int], DecodedBatch]
+    decode_protobuf: Callable[[bytes, int], DecodedBatch]
+    rejected: str
+
+
+TRACES = Signal("spans", decode_json, decode_protobuf, "rejectedSpans")
+LOGS = Signal("log records", decode_logs_json, decode_logs_protobuf, "rejectedLogRecords")
 
 Handler = Callable[[web.Request, Identity], Awaitable[web.Response]]
 
@@ -93,7 +112,8 @@ class Receiver:
         """The application; its start-up and clean-up own the commit thread."""
         app = web.Application(client_max_size=0)
         for route in TRACE_ROUTES:
-            app.router.add_post(route, self._route("spans", self._traces))
+            app.router.add_post(route, self._route("spans", partial(self._export, TRACES)))
+        app.router.add_post("/v1/logs", self._route("spans", partial(self._export, LOGS)))
         app.router.add_post("/v1/feedback", self._route("feedback", self._feedback))
         app.router.add_get("/metrics", self._route("metrics", self._metrics))
         app.router.add_get("/healthz", self._health)
@@ -133,15 +153,17 @@ class Receiver:
 
     # ------------------------------------------------------------ spans
 
-    async def _traces(self, request: web.Request, identity: Identity) -> web.Response:
+    async def _export(self, signal: Signal, request: web.Request, identity: Identity) -> web.Response:
         coding = encodings(request)
         body = await read_body(request, self._limits, self._budget, compressed=bool(coding.codings))
         self.metrics.add("spanloop_received_bytes_total", len(body))
         if coding.codings or len(body) > _INLINE_BYTES:
             loop = asyncio.get_running_loop()
-            batch, prepared = await loop.run_in_executor(self._decoder, self._decode, body, coding, identity)
+            batch, prepared = await loop.run_in_executor(
+                self._decoder, self._decode, signal, body, coding, identity
+            )
         else:
-            batch, prepared = self._decode(body, coding, identity)
+            batch, prepared = self._decode(signal, body, coding, identity)
         appended = await self.committer.append(prepared.records)
         self._count(batch, prepared, sum(a.duplicate for a in appended), identity)
         rejected = len(batch.rejected)
@@ -149,25 +171,38 @@ class Receiver:
             return reply(coding.content_type, 200)
         reasons = list(dict.fromkeys(r.reason for r in batch.rejected))
         more = f"; and {len(reasons) - 5} more reasons" if len(reasons) > 5 else ""
-        message = f"{rejected} spans were refused: " + "; ".join(r[:300] for r in reasons[:5]) + more
-        return reply(coding.content_type, 200, message, rejected)
+        message = f"{rejected} {signal.items} were refused: " + "; ".join(r[:300] for r in reasons[:5]) + more
+        return reply(coding.content_type, 200, message, rejected, signal.rejected)
 
-    def _decode(self, body: bytes, coding: Encodings, identity: Identity) -> tuple[DecodedBatch, Prepared]:
+    def _decode(
+        self, signal: Signal, body: bytes, coding: Encodings, identity: Identity
+    ) -> tuple[DecodedBatch, Prepared]:
         for name in coding.codings:
             body = expand(body, name, self._limits.max_expanded_bytes)
-        decode = decode_protobuf if coding.content_type == PROTOBUF else decode_json
+        decode = signal.decode_protobuf if coding.content_type == PROTOBUF else signal.decode_json
         batch = decode(body, self._limits.max_nesting)
-        count = len(batch.spans) + len(batch.rejected)
+        count = len(batch.spans) + len(batch.rejected) + batch.ignored
         if count > self._limits.max_spans_per_request:
             raise BodyTooLargeError(
-                f"{count} spans in one request, at most {self._limits.max_spans_per_request} "
+                f"{count} {signal.items} in one request, at most {self._limits.max_spans_per_request} "
                 "(collector.max_spans_per_request): send smaller batches"
             )
-        return batch, self._intake.prepare(batch, tenant=identity.tenant, source="otlp")
+        scores: list[NewRecord] = []
+        if signal is LOGS:
+            found = scores_of(batch.spans, identity, self._clock.now_ns(), self._redactor)
+            batch.rejected += found.rejected
+            scores = [new_record(event) for event in found.events]
+        prepared = self._intake.prepare(batch, tenant=identity.tenant, source="otlp")
+        prepared.records += scores
+        return batch, prepared
 
     def _count(self, batch: DecodedBatch, prepared: Prepared, duplicates: int, identity: Identity) -> None:
         self.metrics.add("spanloop_spans_accepted_total", prepared.num_spans)
         self.metrics.add("spanloop_events_duplicate_total", duplicates)
+        if batch.ignored:
+            self.metrics.add("spanloop_log_records_ignored_total", batch.ignored)
+        if scores := sum(record.topic == topics.FEEDBACK for record in prepared.records):
+            self.metrics.add("spanloop_feedback_accepted_total", scores)
         for rejected in batch.rejected:
             self.metrics.add("spanloop_spans_rejected_total", kind=rejected.kind)
         for trace_id in prepared.trace_ids:

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from spanloop.collectors.allowlist import DROP, KEEP, MESSAGES, classify
+from spanloop.collectors.allowlist import DROP, KEEP, LABELS, MESSAGES, classify
 from spanloop.pipeline.otlp.decoded import FLAGS
 from spanloop.schemas.canonical import canonical_json
 from spanloop.schemas.errors import ConfigError, TransientError
@@ -211,6 +211,8 @@ class Redactor:
             self._kept.add((key, event))
         if kind is KEEP or (kind is DROP and key == "name" and "logfire.msg_template" in attributes):
             return key, self._keep(value)
+        if kind is LABELS:
+            return key, self._label_json(value)
         if kind is not DROP:
             return key, self._json(value, self._messages if kind is MESSAGES else self._top, 0)
         if key in _TEMPLATES and type(value) is str and len(value) <= 256 and not _has_secret(value):
@@ -240,6 +242,24 @@ class Redactor:
         return key if _KEY.match(key) and not _has_secret(key) else f"redacted:{self._hmac(key)}"
 
     # ------------------------------------------------------------ inside JSON
+
+    def _label_json(self, value: Any) -> Any:
+        """A label, or JSON of labels and numbers, which may be a text in quotes."""
+        if type(value) is not str or value[:1] not in ("[", "{", '"'):
+            return self._labels(value, 0)
+        try:
+            return canonical_json(self._labels(msgspec.json.decode(value), 0)).decode()
+        except (msgspec.DecodeError, RecursionError):
+            return self._redact(value)
+
+    def _labels(self, value: Any, depth: int) -> Any:
+        if depth > _MAX_DEPTH:
+            return self._drop(value)
+        if type(value) is list:
+            return [self._labels(item, depth + 1) for item in value]
+        if type(value) is dict:
+            return {self._clean_key(k): self._labels(v, depth + 1) for k, v in value.items()}
+        return self._keep(value)
 
     def _json(self, value: Any, walk: Callable[[Any, int], Any], depth: int) -> Any:
         """Walk a value; a text that is a JSON list or map is walked inside and stays a text."""

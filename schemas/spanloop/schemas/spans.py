@@ -13,7 +13,10 @@ import msgspec
 
 from spanloop.schemas.canonical import content_hash, digest
 
-__all__ = ["Redacted", "Span", "SpanEvent", "SpanLink", "redacted", "span_hash"]
+__all__ = ["LOG", "Redacted", "Span", "SpanEvent", "SpanLink", "redacted", "span_hash"]
+
+LOG = 6
+"""``Span.kind`` of an OTLP log record (docs/adr/0009); the decoders give no span a kind above 5."""
 
 JsonValue = Any
 """str, int, finite float, bool, None, list or dict of the same. Bytes arrive as {"$bytes": base64},
@@ -56,7 +59,7 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
     end_ns: int
     parent_span_id: str | None = None
     kind: int = 0
-    """OTLP SpanKind: 0 unspecified, 1 internal, 2 server, 3 client, 4 producer, 5 consumer."""
+    """OTLP SpanKind: 0 unspecified, 1 internal, 2 server, 3 client, 4 producer, 5 consumer; LOG: a log record."""
     status: str = "unset"
     """unset, ok or error."""
     status_message: str = ""

@@ -64,6 +64,8 @@ class DecodedBatch(msgspec.Struct):
 
     spans: list[Span]
     rejected: list[Rejected]
+    ignored: int = 0
+    """Log records that say nothing of agents."""
 
 
 class Origin(NamedTuple):
