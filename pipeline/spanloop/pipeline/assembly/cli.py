@@ -59,9 +59,9 @@ def _forms(command: Any) -> Any:
 def assemble(path: Path, form: str | None, shape: str, tenant: str) -> None:
     """Turn a file of spans into orchestration traces, one a line.
 
-    PATH holds OTLP/JSON (one request a line, or one document) or OTLP protobuf requests behind lengths,
-    also gzipped, or a trace in the survey's format; the bytes tell which. Spans that cannot be read are
-    counted on stderr, the others are assembled; the exit code is then 3.
+    PATH holds OTLP (JSON or protobuf), traces of the openai-agents SDK's own exporter, a Langfuse or Phoenix
+    export, a Who&When or tau-bench log, or a trace in the survey's format, also packed (gzip, zip); the bytes
+    tell which. What cannot be read is counted on stderr, the rest is assembled; the exit code is then 3.
 
     \b
     spanloop assemble spans.otlp.jsonl
@@ -72,7 +72,11 @@ def assemble(path: Path, form: str | None, shape: str, tenant: str) -> None:
     if surveys is not None:
         found, rejected = surveys, []
     else:
-        spans, rejected = _read_spans(path)
+        spans, rejected, scores = _read_spans(path)
+        if scores:
+            click.echo(
+                f"{scores} scores are no part of an orchestration: spanloop import takes them", err=True
+            )
         if not spans and not rejected:
             click.echo(f"{path} holds no spans", err=True)
         found = assemble_spans(spans, tenant)
@@ -86,15 +90,18 @@ def assemble(path: Path, form: str | None, shape: str, tenant: str) -> None:
         sys.exit(3)
 
 
-def _read_spans(path: Path) -> tuple[list[Span], list[str]]:
-    from spanloop.pipeline.otlp.files import read_spans
+def _read_spans(path: Path) -> tuple[list[Span], list[str], int]:
+    """(spans, why others were left out, number of scores) of a file."""
+    from spanloop.pipeline.formats.reading import read_files
 
     spans: list[Span] = []
     rejected: list[str] = []
-    for batch in read_spans(path):
-        spans.extend(batch.spans)
-        rejected.extend(item.reason for item in batch.rejected)
-    return spans, rejected
+    scores = 0
+    for part in read_files(path):
+        spans.extend(part.read.spans)
+        rejected.extend(item.reason for item in part.read.rejected)
+        scores += len(part.read.feedback)
+    return spans, rejected, scores
 
 
 def _read_surveys(path: Path, tenant: str) -> list[SurveyTrace] | None:

@@ -41,10 +41,16 @@ def build_content(component: Component) -> OrchestrationContent:
         agents=work.agents(),
         calls=model_calls,
         tokens=tokens,
-        started_ns=min(op.start_ns for op in tree.ops),
+        started_ns=_started(tree),
         ended_ns=max(max(op.start_ns, op.end_ns) for op in tree.ops),
         flags=tuple(sorted(f"{name}:{count}" if count else name for name, count in flags.items())),
     )
+
+
+def _started(tree: Tree) -> int:
+    """First start, ns. A start of 1 ns belongs to a record without times, which counts where there is no other."""
+    starts = [op.start_ns for op in tree.ops]
+    return min((start for start in starts if start != 1), default=min(starts))
 
 
 def _model_calls(work: Inference, found: Delegations) -> tuple[ModelCall, ...]:
