@@ -9,12 +9,18 @@ from __future__ import annotations
 from typing import Protocol
 
 from spanloop.pipeline.dialects import (
+    adk,
+    autogen,
     gateway,
     genai,
+    logfire,
     openai_agents_native,
     openinference,
+    otel_openai_agents,
     pydantic_ai,
     spanloop_sdk,
+    strands,
+    traceloop,
 )
 from spanloop.pipeline.dialects.fields import base_fields
 from spanloop.pipeline.dialects.merge import filled
@@ -39,7 +45,19 @@ class Dialect(Protocol):
         ...
 
 
-DIALECTS: tuple[Dialect, ...] = (spanloop_sdk, openai_agents_native, pydantic_ai, openinference, genai)
+DIALECTS: tuple[Dialect, ...] = (
+    spanloop_sdk,
+    openai_agents_native,
+    pydantic_ai,
+    openinference,
+    logfire,
+    traceloop,
+    otel_openai_agents,
+    adk,
+    strands,
+    autogen,
+    genai,
+)
 """Dialects that anybody may speak, in order."""
 TRUSTED_SOURCES = frozenset({"gateway", "import"})
 """Sources whose gateway spans are believed. An agent that sends spans under the gateway's name over OTLP

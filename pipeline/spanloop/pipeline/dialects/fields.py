@@ -5,11 +5,14 @@ Every function is total: a value of the wrong type is absent, never an exception
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 
 from spanloop.pipeline.dialects.operation import Asked, text_hash
+from spanloop.schemas.canonical import digest
 from spanloop.schemas.spans import Span
 
 __all__ = [
@@ -19,8 +22,10 @@ __all__ = [
     "base_fields",
     "first",
     "first_user_hash",
+    "fresh_answers",
     "integer",
     "messages",
+    "says_error",
     "text",
     "texts",
 ]
@@ -31,6 +36,7 @@ _RESULT_PARTS = frozenset({"tool_call_response", "tool-return", "tool_result"})
 _ARGUMENT_TEXTS = 16
 """Texts of one tool call's arguments that are hashed; more are no evidence of a delegation."""
 _LINKS = 128
+_FAILED = frozenset({"error", "failed", "failure"})
 
 
 def text(value: Any) -> str:
@@ -93,9 +99,22 @@ def messages(value: Any) -> tuple[Any, bool]:
     return value, True
 
 
-def _parts(conversation: Any) -> list[tuple[str, dict[str, Any]]]:
+def _process(resource: dict[str, Any]) -> str:
+    """Which process a resource is; empty where it does not tell."""
+    instance = text(resource.get("service.instance.id"))
+    pid = text(resource.get("process.pid"))
+    if not instance and not pid:
+        return ""
+    return _short_id(instance or f"{text(resource.get('host.name'))}/{pid}")
+
+
+@lru_cache(256)
+def _short_id(name: str) -> str:
+    return digest(name)[:12]
+
+
+def _parts(conversation: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """(role, part) of all messages; a message without parts is its own part."""
-    found: list[tuple[str, dict[str, Any]]] = []
     for message in conversation if isinstance(conversation, list) else [conversation]:
         if not isinstance(message, dict):
             continue
@@ -103,8 +122,7 @@ def _parts(conversation: Any) -> list[tuple[str, dict[str, Any]]]:
         parts = message.get("parts")
         for part in parts if isinstance(parts, list) else [message]:
             if isinstance(part, dict):
-                found.append((role, part))
-    return found
+                yield role, part
 
 
 def asked_calls(conversation: Any) -> tuple[Asked, ...]:
@@ -136,6 +154,16 @@ def answered_calls(conversation: Any) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
+def fresh_answers(conversation: Any) -> tuple[str, ...]:
+    """Ids of the tool calls whose results stand behind the last thing that the model said, sorted."""
+    tail: list[Any] = []
+    for message in reversed(conversation) if isinstance(conversation, list) else ():
+        if isinstance(message, dict) and message.get("role") in ("assistant", "model"):
+            break
+        tail.append(message)
+    return answered_calls(tail)
+
+
 def first_user_hash(conversation: Any) -> str:
     """``text_hash`` of the first user message's text."""
     for role, part in _parts(conversation):
@@ -149,6 +177,27 @@ def argument_hashes(arguments: Any) -> tuple[str, ...]:
     value, _ = messages(arguments)
     candidates = list(value.values()) if isinstance(value, dict) else [arguments]
     return tuple(sorted({text_hash(item) for item in candidates[:_ARGUMENT_TEXTS]} - {""}))
+
+
+def says_error(result: Any) -> bool:
+    """Whether a tool's result says that the tool failed, by the keys that frameworks and MCP use for it.
+
+    >>> says_error('{"status": "error", "error_message": "no such city"}'), says_error({"isError": True})
+    (True, True)
+    >>> says_error("error"), says_error({"status": "ok"}), says_error({"error": None})
+    (False, False, False)
+    """
+    value, _ = messages(result) if isinstance(result, str | dict) else ({}, True)
+    for _ in range(2):
+        if not isinstance(value, dict):
+            return False
+        if value.get("isError") is True or value.get("is_error") is True:
+            return True
+        status = value.get("status")
+        if isinstance(status, str) and status.lower() in _FAILED:
+            return True
+        value = value.get("result")
+    return False
 
 
 def base_fields(span: Span) -> dict[str, Any]:
@@ -170,6 +219,8 @@ def base_fields(span: Span) -> dict[str, Any]:
     }
     if span.status == "error":
         fields["status"] = "error"
+    if span.resource:
+        fields["resource"] = _process(span.resource)
     if span.links:
         fields["links"] = tuple(sorted({(link.trace_id, link.span_id) for link in span.links})[:_LINKS])
     return fields

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from spanloop.pipeline.dialects.fields import (
     answered_calls,
     argument_hashes,
@@ -17,8 +19,10 @@ from spanloop.pipeline.dialects.fields import (
     base_fields,
     first,
     first_user_hash,
+    fresh_answers,
     integer,
     messages,
+    says_error,
     text,
     texts,
 )
@@ -32,7 +36,17 @@ from spanloop.pipeline.dialects.operation import (
 )
 from spanloop.schemas.spans import Span
 
-__all__ = ["NAME", "call_facts", "matches", "read", "read_fields", "tool_name", "transfer_of"]
+__all__ = [
+    "NAME",
+    "TRANSFER_TOOLS",
+    "call_facts",
+    "matches",
+    "read",
+    "read_fields",
+    "tool_name",
+    "transfer_of",
+    "transfer_to",
+]
 
 NAME = "genai"
 
@@ -60,7 +74,8 @@ _MARKS = (
     "llm.request.type",
 )
 _TRANSFER_TOOL = re.compile(r"(?:transfer|handoff|hand_off)_to_(.+)")
-_TRANSFER_NAMED = frozenset({"transfer_to_agent", "handoff_to_agent"})
+TRANSFER_TOOLS = frozenset({"transfer_to_agent", "handoff_to_agent"})
+"""Tools that take the agent to hand over to as an argument."""
 _CUT_CALL = re.compile(r'"type":\s*"tool_call",\s*"id":\s*"([^"\\]{1,200})",\s*"name":\s*"([^"\\]{1,200})"')
 """Tool calls in a JSON text that was cut in the middle."""
 _OLD_CALL = re.compile(r"gen_ai\.completion\.\d+\.tool_calls\.(\d+)\.name")
@@ -105,9 +120,14 @@ def read_fields(
     elif kind == "tool_call":
         tool = fields["tool"] = (tool_of or _tool_facts)(span)
         fields["handover"] = transfer_of(tool.tool, attributes)
+        if says_error(attributes.get("gen_ai.tool.call.result")):
+            fields["status"] = "error"
     elif kind == "agent_run":
         fields["run"] = agent_facts(attributes, *tasks)
-        fields["agent"] = fields["agent"] or _name_after(span.name, "invoke_agent ")
+        engine = engine_name(text(attributes.get("gen_ai.operation.name")))
+        if engine:
+            fields["run"] = msgspec.structs.replace(fields["run"], engine=True)
+        fields["agent"] = engine or fields["agent"] or _name_after(span.name, "invoke_agent ")
     elif kind == "workflow":
         fields["name"] = text(attributes.get("gen_ai.workflow.name")) or span.name
     elif kind == "guardrail":
@@ -126,7 +146,7 @@ def kind_of(span: Span) -> str:
     attributes = span.attributes
     operation = attributes.get("gen_ai.operation.name")
     if isinstance(operation, str) and operation:
-        return _KIND_OF_OPERATION.get(operation, "unknown")
+        return _KIND_OF_OPERATION.get(operation) or ("agent_run" if engine_name(operation) else "unknown")
     if attributes.get("llm.request.type") in ("chat", "completion"):
         return "model_call"
     if "gen_ai.tool.name" in attributes:
@@ -136,6 +156,16 @@ def kind_of(span: Span) -> str:
     if "gen_ai.request.model" in attributes or "gen_ai.usage.input_tokens" in attributes:
         return "model_call"
     return "unknown"
+
+
+def engine_name(operation: str) -> str:
+    """X of an operation ``invoke_X`` that starts an engine which runs agents as nodes; else empty.
+
+    >>> engine_name("invoke_graph"), engine_name("invoke_agent"), engine_name("chat")
+    ('graph', '', '')
+    """
+    name = operation.removeprefix("invoke_")
+    return name if name != operation and name.isidentifier() and operation not in _KIND_OF_OPERATION else ""
 
 
 def usage(attributes: dict[str, Any], *prefixes: str) -> tuple[int | None, int | None]:
@@ -168,6 +198,8 @@ def call_facts(attributes: dict[str, Any]) -> tuple[CallFacts, bool]:
         finish_reasons=texts(attributes.get("gen_ai.response.finish_reasons")),
         asked=asked,
         answered=answered_calls(history),
+        task_hash=first_user_hash(history),
+        fresh=fresh_answers(history),
     )
     return facts, not (output_ok and history_ok)
 
@@ -215,14 +247,26 @@ def transfer_of(tool: str, attributes: dict[str, Any]) -> Handover | None:
     target = text(attributes.get("gen_ai.transfer.target.name"))
     if target:
         return Handover(target=target, mode=text(attributes.get("gen_ai.transfer.mode")))
-    if tool in _TRANSFER_NAMED:
-        arguments, _ = messages(attributes.get("gen_ai.tool.call.arguments"))
-        target = text(first(arguments, "agent_name", "agent")) if isinstance(arguments, dict) else ""
-    elif match := _TRANSFER_TOOL.fullmatch(tool):
-        target = match.group(1)
-    return (
-        Handover(target=target, mode="pass_control", confidence=0.9, rule="transfer_tool") if target else None
-    )
+    return transfer_to(tool, attributes.get("gen_ai.tool.call.arguments"))
+
+
+def named_transfer(arguments: Any) -> Handover:
+    """The transfer of a tool that takes its target as an argument; without a target where that was not recorded."""
+    given, _ = messages(arguments)
+    target = text(first(given, "agent_name", "agent")) if isinstance(given, dict) else ""
+    if not target:
+        return Handover(mode="pass_control", confidence=0.7, rule="next_agent")
+    return Handover(target=target, mode="pass_control", confidence=0.9, rule="transfer_tool")
+
+
+def transfer_to(tool: str, arguments: Any) -> Handover | None:
+    """The transfer that a tool makes which is named transfer_to_X, or takes its target as an argument."""
+    if tool in TRANSFER_TOOLS:
+        return named_transfer(arguments)
+    match = _TRANSFER_TOOL.fullmatch(tool)
+    if match is None:
+        return None
+    return Handover(target=match.group(1), mode="pass_control", confidence=0.9, rule="transfer_tool")
 
 
 def _triggered(attributes: dict[str, Any]) -> bool | None:
