@@ -13,6 +13,7 @@ from collections import defaultdict
 import msgspec
 
 from spanloop.pipeline.assembly.calls import Calls
+from spanloop.pipeline.assembly.said import SAID, SaidActs
 from spanloop.pipeline.assembly.tree import Tree
 from spanloop.pipeline.dialects.operation import Operation
 
@@ -45,7 +46,7 @@ class Delegation(msgspec.Struct):
 class Delegations:
     """All delegations of an orchestration."""
 
-    def __init__(self) -> None:
+    def __init__(self, tree: Tree) -> None:
         self.all: list[Delegation] = []
         self.into: dict[int, Delegation] = {}
         """The delegation that made an agent run, by the run."""
@@ -54,6 +55,7 @@ class Delegations:
         """Tool calls that delegate and so are no leaf tools."""
         self.same_run: dict[int, int] = {}
         """Agent runs that only repeat another instrumentation's run, and that run."""
+        self.acts = SaidActs(tree)
 
     def add(self, found: Delegation) -> None:
         """Record ``found``."""
@@ -77,7 +79,7 @@ def agent_name(op: Operation) -> str:
 
 def find_delegations(tree: Tree, calls: Calls) -> Delegations:
     """The delegations among the agent runs of ``tree``."""
-    found = Delegations()
+    found = Delegations(tree)
     agents = tree.agent_ops()
     _repeated_runs(tree, agents, found)
     agents = [i for i in agents if i not in found.same_run]
@@ -116,6 +118,12 @@ def _repeated_runs(tree: Tree, agents: list[int], found: Delegations) -> None:
 
 def _by_place(tree: Tree, i: int, found: Delegations) -> bool:
     source, tool = above(tree, found, i), tree.tool[i]
+    if act := found.acts.act(tool):
+        handover = tree.ops[tool].handover
+        first = act == "delegate" and tool not in found.tools
+        mode = handover.mode if handover is not None and first else "return_to_caller"
+        found.add(Delegation(source, i, tool, SAID, 1.0, mode, delegates=first))
+        return True
     if tool >= 0:
         found.add(Delegation(source, i, tool, "agent_under_tool", 1.0))
         return True
@@ -140,6 +148,12 @@ def _handovers(tree: Tree, agents: list[int], found: Delegations) -> set[int]:
         if op.handover is None or not op.handover.target or i in inside:
             continue
         source = above(tree, found, i)
+        if act := found.acts.act(i):
+            target = found.acts.addressed(i) if act == "delegate" else -1
+            if target >= 0:
+                found.add(Delegation(source, target, i, SAID, 1.0, op.handover.mode, spawns=False))
+            if act != "delegate" or target >= 0 or op.handover.mode != "pass_control":
+                continue
         waiting = runs.get(folded(op.handover.target), [])
         known = False
         while waiting and tree.ops[waiting[-1]].start_ns < op.start_ns:

@@ -60,14 +60,18 @@ def _decisions(work: Inference, edges: set[tuple[str, str, str]]) -> None:
     decision_of: dict[tuple[str, str], str] = {}
     delegate_of: dict[tuple[str, str], str] = {}
     for event in work.events:
-        if event.type == "orchestrator_decision":
+        if event.type == "orchestrator_decision" and event.id not in work.told_decisions:
             decision_of[(event.agent_id, event.call_id)] = event.id
         elif event.type == "delegate":
             delegate_of[(event.agent_id, event.to_id)] = event.id
     for event in work.events:
+        told = work.decided_by.get(event.id)
+        if told and event.type != "spawn":
+            edges.add((told, event.id, "causal"))
+            continue
         if event.type not in ("delegate", "tool_call", "aggregate", "spawn"):
             continue
-        decision = decision_of.get((event.agent_id, event.call_id))
+        decision = told or decision_of.get((event.agent_id, event.call_id))
         if event.type == "aggregate":
             if decision:
                 edges.add((event.id, decision, "causal"))

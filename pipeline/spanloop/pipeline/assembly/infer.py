@@ -14,10 +14,11 @@ from collections.abc import Iterable
 
 from spanloop.pipeline.assembly.calls import Calls
 from spanloop.pipeline.assembly.delegations import Delegation, Delegations, above, agent_name
+from spanloop.pipeline.assembly.said import add_said_events
 from spanloop.pipeline.assembly.tree import Tree
 from spanloop.pipeline.dialects.operation import Operation
 from spanloop.schemas.canonical import digest
-from spanloop.schemas.orchestration import Agent, OrchestrationEvent
+from spanloop.schemas.orchestration import Agent, Decision, OrchestrationEvent
 
 __all__ = ["RANK", "USER", "Inference", "infer_events"]
 
@@ -36,7 +37,7 @@ class Inference:
     """Builds the events; holds the names and ids of the agents."""
 
     def __init__(self, tree: Tree, calls: Calls, found: Delegations) -> None:
-        self.tree, self.calls, self.found = tree, calls, found
+        self.tree, self.calls, self.found, self.acts = tree, calls, found, found.acts
         self.runs = [i for i in tree.agent_ops() if i not in found.same_run]
         seen: set[str] = set()
         self.agent_ids: dict[int, str] = {}
@@ -50,6 +51,9 @@ class Inference:
         """Call that took or saw an event, where one is known."""
         self.operation_of_event: dict[str, int] = {}
         """Tool call or delegation operation of an event."""
+        self.decided_by: dict[str, str] = {}
+        """Event of the told decision that an event's act carries out."""
+        self.told_decisions: set[str] = set()
 
     def agent_of(self, i: int) -> int:
         """Agent run that operation ``i`` belongs to, -1 unknown."""
@@ -61,7 +65,7 @@ class Inference:
 
     def add(self, kind: str, t_ns: int, rule: str, confidence: float, evidence: Iterable[str], *, agent: int,
             name: str = "", to: int = -1, to_name: str = "", tool: str = "", call: int = -1, operation: int = -1,
-            **more: str | bool | None) -> OrchestrationEvent:  # fmt: skip
+            **more: str | bool | Decision | None) -> OrchestrationEvent:  # fmt: skip
         """Record an event; parties are agent runs (index) or, where there is none, names."""
         spans = tuple(evidence)
         agent_id = self.agent_ids.get(agent, "")
@@ -112,6 +116,7 @@ class Inference:
                     started_ns=op.start_ns,
                     ended_ns=max(op.end_ns, 0),
                     status="error" if op.status == "error" else "ok",
+                    harness=op.said.harness if op.said is not None else "",
                 )
             )
         return tuple(sorted(listed, key=lambda a: (a.started_ns, a.id)))
@@ -127,6 +132,7 @@ def infer_events(tree: Tree, calls: Calls, found: Delegations) -> Inference:
     _safety(work)
     _messages(work)
     _stops(work)
+    add_said_events(work)
     work.events.sort(key=lambda e: (e.t_ns, RANK[e.type], e.id))
     return work
 
@@ -143,7 +149,7 @@ def _delegations(work: Inference) -> None:
             if d.delegates:
                 decisions[_deciding_call(work, d)].append(d)
         for call, taken in decisions.items():
-            _decision(work, source, call, taken)
+            _decision(work, source, call, [d for d in taken if work.acts.decision_of(d.tool) < 0])
             for d in taken:
                 _delegate(work, d, call)
         for d in delegations:
@@ -151,7 +157,8 @@ def _delegations(work: Inference) -> None:
                 call = _deciding_call(work, d) if d.delegates else -1
                 op = work.tree.ops[d.target]
                 work.add("spawn", op.start_ns, d.rule, d.confidence, _span(work, d.tool, d.target), agent=source,
-                         name=_named_source(work, d), to=d.target, call=call)  # fmt: skip
+                         name=_named_source(work, d), to=d.target, call=call, operation=d.tool,
+                         decision=work.acts.menu(d.tool, "spawn"))  # fmt: skip
 
 
 def _named_source(work: Inference, d: Delegation) -> str:
@@ -200,18 +207,19 @@ def _delegate(work: Inference, d: Delegation, call: int) -> None:
     begins = work.tree.ops[d.target].start_ns if d.spawns else d.begins(work.tree)
     work.add("delegate", begins, d.rule, d.confidence, _span(work, d.tool, d.target if d.spawns else -1),
              agent=d.source, name=_named_source(work, d), to=d.target, call=call, operation=d.tool,
-             mode=d.mode)  # fmt: skip
+             mode=d.mode, decision=work.acts.menu(d.tool, "delegate"))  # fmt: skip
 
 
 def _aggregates(work: Inference) -> None:
     """The turn that first saw two or more results; each wave of results that came back together has its own."""
+    told = work.acts.runs_that("aggregate", work)
     for source, delegations in work.found.by_source.items():
         results = [
             d
             for d in delegations
             if d.delegates and d.spawns and d.mode != "pass_control" and d.returned(work.tree)
         ]
-        if source < 0 or len(results) < 2:
+        if source < 0 or len(results) < 2 or source in told:
             continue
         seen: dict[int, list[Delegation]] = defaultdict(list)
         for d in results:
@@ -309,6 +317,8 @@ def _messages(work: Inference) -> None:
         for link in tree.ops[i].links:
             producer = where.get(link, -1)
             sender = work.agent_of(producer) if producer >= 0 else -1
+            if work.acts.act(producer):
+                continue
             if sender < 0 or receiver < 0 or sender == receiver:
                 continue
             if (sender, receiver) not in pairs and (receiver, sender) not in pairs:
@@ -323,8 +333,11 @@ def _stops(work: Inference) -> None:
     done: set[int] = set()
     missing = set(work.tree.missing)
     entries = [i for i in work.runs if i not in work.found.into]
+    told = work.acts.runs_that("stop", work)
     for i in entries:
         op = work.tree.ops[i]
+        if i in told:
+            continue
         if i in missing and len(entries) > 1:
             continue
         flow = work.tree.workflow[i]
