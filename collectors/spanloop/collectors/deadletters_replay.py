@@ -14,7 +14,8 @@ import msgspec
 
 from spanloop.collectors.batches import Intake
 from spanloop.pipeline.letters import Letter, Originals
-from spanloop.pipeline.otlp.decode_json import decode_json
+from spanloop.pipeline.otlp.decode_any import decode_any_json
+from spanloop.pipeline.otlp.decode_logs_protobuf import decode_logs_protobuf
 from spanloop.pipeline.otlp.decode_protobuf import decode_protobuf
 from spanloop.pipeline.otlp.decoded import DecodedBatch
 from spanloop.pipeline.ports import Log, LogRecord, NewRecord
@@ -129,20 +130,25 @@ def _spans(letter: Letter, intake: Intake) -> list[NewRecord] | Replayed:
 
 
 def _readings(data: bytes) -> Iterable[DecodedBatch]:
-    """What the bytes may be: JSON or protobuf, from a whole request down to one span."""
-    for before, after in ((b"", b""), (b'{"resourceSpans":[{"scopeSpans":[{"spans":[', b"]}]}]}")):
+    """What the bytes may be: JSON or protobuf, from a whole request down to one span or log record."""
+    for before, after in (
+        (b"", b""),
+        (b'{"resourceSpans":[{"scopeSpans":[{"spans":[', b"]}]}]}"),
+        (b'{"resourceLogs":[{"scopeLogs":[{"logRecords":[', b"]}]}]}"),
+    ):
         try:
-            yield decode_json(before + data + after)
+            yield decode_any_json(before + data + after)
         except SchemaError:
             continue
     for depth in range(4):
         wrapped = data
         for number in range(depth):
             wrapped = _field(1 if number == depth - 1 else 2, wrapped)
-        try:
-            yield decode_protobuf(wrapped)
-        except SchemaError:
-            continue
+        for read in (decode_protobuf, decode_logs_protobuf):
+            try:
+                yield read(wrapped)
+            except SchemaError:
+                continue
 
 
 def _field(number: int, payload: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""OTLP records of the OpenTelemetry Collector's Kafka exporter, into the topic ``spans``.
+"""OTLP records (traces and logs) of the OpenTelemetry Collector's Kafka exporter, into the topic ``spans``.
 
 Place in the flow: beside the receiver, for deployments whose spans are on Kafka already. A record is one export request,
 ``otlp_proto`` or ``otlp_json``, keyed or not, of any number of traces; limits, allow-list and redaction are the receiver's.
@@ -22,8 +22,7 @@ from spanloop.collectors.deadletters import dead_letter
 from spanloop.pipeline.log.kafka import KafkaLog
 from spanloop.pipeline.log.kafka_cluster import Cluster
 from spanloop.pipeline.log.kafka_read import fetched_end
-from spanloop.pipeline.otlp.decode_json import decode_json
-from spanloop.pipeline.otlp.decode_protobuf import decode_protobuf
+from spanloop.pipeline.otlp.decode_any import decode_any_json, decode_any_protobuf
 from spanloop.pipeline.otlp.decoded import DecodedBatch, Rejected
 from spanloop.pipeline.ports import NewRecord, new_record
 from spanloop.schemas.errors import (
@@ -62,10 +61,10 @@ class Ingested(msgspec.Struct):
 
 
 def read_request(value: bytes, encoding: str, max_nesting: int) -> DecodedBatch:
-    """Spans of one record.
+    """Spans or log records of one record.
 
     Args:
-        value: an ExportTraceServiceRequest (or TracesData, the same on the wire).
+        value: an ExportTraceServiceRequest or ExportLogsServiceRequest (or TracesData, LogsData, the same on the wire).
         encoding: one of ENCODINGS; auto looks at the bytes.
         max_nesting: levels in one attribute value.
 
@@ -73,8 +72,8 @@ def read_request(value: bytes, encoding: str, max_nesting: int) -> DecodedBatch:
         SchemaError: it is no such request at all.
     """
     if encoding == "otlp_json" or (encoding == "auto" and _looks_like_json(value)):
-        return decode_json(value, max_nesting)
-    return decode_protobuf(value, max_nesting)
+        return decode_any_json(value, max_nesting)
+    return decode_any_protobuf(value, max_nesting)
 
 
 def _looks_like_json(value: bytes) -> bool:

@@ -61,7 +61,7 @@ def ingest(  # noqa: PLR0917 - one argument an option
     topics: tuple[str, ...], encoding: str, group: str, once: bool, on_lost: str, config: Path | None,
     workspace: Path | None, tenant: str | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Take spans from the topics of the OpenTelemetry Collector's Kafka exporter.
+    """Take spans and log records from the topics of the OpenTelemetry Collector's Kafka exporter.
 
     Records may be otlp_proto or otlp_json, keyed by trace or not. The receiver's limits and redaction apply. Runs until
     Ctrl-C, which loses nothing; start several to share the partitions. Exit code 3 with --once: some records were refused
@@ -69,7 +69,7 @@ def ingest(  # noqa: PLR0917 - one argument an option
 
     \b
     spanloop ingest
-    spanloop ingest --topic otlp_spans --topic otlp_spans_eu --encoding otlp_proto
+    spanloop ingest --topic otlp_spans --topic otlp_logs --encoding otlp_proto
     spanloop ingest --once --group backfill --json
     """
     flags: dict[str, Any] = {}

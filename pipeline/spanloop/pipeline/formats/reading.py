@@ -61,9 +61,9 @@ def read_record(record: Record, wanted: str = "", max_nesting: int = MAX_NESTING
 
 
 def _protobuf(body: bytes, max_nesting: int) -> Read:
-    from spanloop.pipeline.otlp.decode_protobuf import decode_protobuf
+    from spanloop.pipeline.otlp.decode_any import decode_any_protobuf
 
     try:
-        return as_read(decode_protobuf(body, max_nesting))
+        return as_read(decode_any_protobuf(body, max_nesting))
     except SchemaError as exc:
         return Read([], [Rejected(exc.message, body, "request")])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from spanloop.pipeline.otlp.decode_json import decode_json
+from spanloop.pipeline.otlp.decode_any import decode_any_json, decode_any_protobuf
 from spanloop.pipeline.otlp.decoded import MAX_NESTING, DecodedBatch, Rejected
 from spanloop.schemas.errors import ConfigError, SchemaError
 
@@ -50,11 +50,8 @@ def decode(request: RawRequest, max_nesting: int = MAX_NESTING) -> DecodedBatch:
     if request.problem:
         return DecodedBatch([], [Rejected(f"{request.where}: {request.problem}", request.body, "request")])
     try:
-        if request.json:
-            return decode_json(request.body, max_nesting)
-        from spanloop.pipeline.otlp.decode_protobuf import decode_protobuf
-
-        return decode_protobuf(request.body, max_nesting)
+        decode_any = decode_any_json if request.json else decode_any_protobuf
+        return decode_any(request.body, max_nesting)
     except SchemaError as exc:
         return DecodedBatch([], [Rejected(f"{request.where}: {exc.message}", request.body, "request")])
 
