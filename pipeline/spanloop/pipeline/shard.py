@@ -353,19 +353,19 @@ class ShardStage:
 
     def _adopt(self, tenant: str, item: Published, component: Component, fold: Fold) -> None:
         """Go on with an id where another home stopped. It is published anew here, unless it is lost."""
-        name = item.orchestration_id
-        known = component.emitted.get(name)
+        name, store = item.orchestration_id, self._signal.store
+        known, held = component.emitted.get(name), store.held.get(f"{tenant}/{name}")
+        lacks_signal = held is None or held.revision < item.signal_revision
         if known is None or known.revision < item.revision:
             component.emitted[name] = Emitted(item.revision, "", item.complete, item.merged_into)
-        elif known.revision == item.revision and (known.merged_into or known.content_hash) not in (
-            "",
-            item.merged_into or item.content_hash,
+        elif known.revision == item.revision and (
+            lacks_signal
+            or (known.merged_into or known.content_hash) not in ("", item.merged_into or item.content_hash)
         ):
             known.content_hash = known.merged_into = ""
         else:
             return
         fold.touched[(tenant, component.first_trace)] = None
-        store = self._signal.store
         store.adopt(
             Held(
                 tenant=tenant, orchestration_id=name, orchestration_revision=0, complete=item.complete,
