@@ -47,7 +47,7 @@ def build_tree(operations: Iterable[Operation]) -> Tree:
     for i, op in enumerate(ops):
         if not op.parent_id:
             continue
-        above = where.get((op.trace_id, op.parent_id), -1)
+        above = where.get((op.parent_trace or op.trace_id, op.parent_id), -1)
         if above < 0:
             tree.missing.append(i)
         tree.parent[i] = above

@@ -21,6 +21,7 @@ __all__ = [
     "CallFacts",
     "GatewayFacts",
     "Handover",
+    "Member",
     "MessageFacts",
     "NodeFacts",
     "Operation",
@@ -33,8 +34,9 @@ __all__ = [
 
 KINDS = (
     "agent_run", "model_call", "tool_call", "handover", "guardrail", "workflow", "message", "evaluation", "build",
-    "unknown", "act",
+    "unknown", "act", "note", "human",
 )  # fmt: skip
+"""note: says something of the operation that it stands under, and is nothing itself. human: a person took part."""
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True):
@@ -164,6 +166,18 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
     harness: str = ""
 
 
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """The agent run that an operation says it belongs to, by a key of its own and not by its place in the tree."""
+
+    key: str
+    """Equal for all operations of the run."""
+    name: str = ""
+    parent: str = ""
+    """Key of the run that started it; empty: nobody did."""
+    turns: bool = False
+    """The key is a whole conversation's: each prompt in it begins a run."""
+
+
 class Operation(msgspec.Struct, frozen=True, array_like=True):
     """One span, understood."""
 
@@ -206,6 +220,12 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
     """Process that wrote the span, empty: unknown. Clocks order spans of one process only."""
     message: MessageFacts | None = None
     said: Said | None = None
+    event: str = ""
+    """Empty: a span. Otherwise it was a log record: prompt (a user's), attempt (of a model call), call, tool, decision
+    (somebody's, on a tool call), details (of the span that it stands under) or other."""
+    member: Member | None = None
+    parent_trace: str = ""
+    """Trace of the parent where it is another one; assembly alone sets it."""
 
 
 _encoder = msgspec.msgpack.Encoder()
