@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import defaultdict
 
 from spanloop.pipeline.assembly.infer import RANK, Inference
+from spanloop.pipeline.assembly.logged import with_logged_edges
 from spanloop.schemas.orchestration import Edge, OrchestrationEvent
 
 __all__ = ["build_edges"]
@@ -53,7 +54,7 @@ def build_edges(work: Inference) -> tuple[Edge, ...]:
     _decisions(work, edges)
     _results(work, lines, edges)
     _flows(work, lines, edges)
-    return tuple(Edge(*edge) for edge in sorted(edges))
+    return tuple(Edge(*edge) for edge in sorted(with_logged_edges(work, edges)))
 
 
 def _decisions(work: Inference, edges: set[tuple[str, str, str]]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 from spanloop.pipeline.assembly.calls import Calls
 from spanloop.pipeline.assembly.delegations import Delegation, Delegations, above, agent_name
+from spanloop.pipeline.assembly.logged import LoggedEvents, add_logged_events, logged_agents
 from spanloop.pipeline.assembly.said import add_said_events
 from spanloop.pipeline.assembly.tree import Tree
 from spanloop.pipeline.dialects.operation import Operation
@@ -46,6 +47,7 @@ class Inference:
             self.agent_ids[i] = op.span_id if op.span_id not in seen else f"{op.trace_id}:{op.span_id}"
             seen.add(op.span_id)
         self.events: list[OrchestrationEvent] = []
+        self.logged = LoggedEvents()
         self._ids: dict[str, int] = {}
         self.call_of_event: dict[str, int] = {}
         """Call that took or saw an event, where one is known."""
@@ -119,6 +121,7 @@ class Inference:
                     harness=op.said.harness if op.said is not None else "",
                 )
             )
+        listed += logged_agents(self)
         return tuple(sorted(listed, key=lambda a: (a.started_ns, a.id)))
 
 
@@ -133,6 +136,7 @@ def infer_events(tree: Tree, calls: Calls, found: Delegations) -> Inference:
     _messages(work)
     _stops(work)
     add_said_events(work)
+    add_logged_events(work)
     work.events.sort(key=lambda e: (e.t_ns, RANK[e.type], e.id))
     return work
 

@@ -27,7 +27,9 @@ MAX_SPANS = 50_000
 _MAX_EVIDENCE = 64
 """Operations remembered for one piece of evidence; a response id or a text that stands in more is no
 evidence."""
-RELEVANT = frozenset({"agent_run", "model_call", "tool_call", "handover", "guardrail", "workflow", "message"})
+RELEVANT = frozenset(
+    {"agent_run", "model_call", "tool_call", "handover", "guardrail", "workflow", "message", "logged"}
+)
 """Kinds that make an orchestration; traces of anything else are none."""
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 from spanloop.pipeline.dialects import (
     adk,
     autogen,
+    event_log,
     gateway,
     genai,
     logfire,
@@ -60,7 +61,7 @@ DIALECTS: tuple[Dialect, ...] = (
 )
 """Dialects that anybody may speak, in order."""
 TRUSTED_SOURCES = frozenset({"gateway", "import"})
-"""Sources whose gateway spans are believed. An agent that sends spans under the gateway's name over OTLP
+"""Sources whose gateway spans and event logs are believed. An agent that sends spans under the gateway's name over OTLP
 is read as plain GenAI: it cannot claim which policy version answered, or with which tokens."""
 
 _FILLERS: dict[str, tuple[Dialect, ...]] = {
@@ -72,6 +73,8 @@ def operation_of(span: Span, source: str = "otlp") -> Operation:
     """The operation of a span that arrived from ``source`` (SpansReceived.source)."""
     if source in TRUSTED_SOURCES and gateway.matches(span):
         return gateway.read(span)
+    if source in TRUSTED_SOURCES and event_log.matches(span):
+        return event_log.read(span)
     for dialect in DIALECTS:
         if dialect.matches(span):
             operation = dialect.read(span)

@@ -21,6 +21,7 @@ __all__ = [
     "CallFacts",
     "GatewayFacts",
     "Handover",
+    "Logged",
     "Member",
     "MessageFacts",
     "NodeFacts",
@@ -34,7 +35,7 @@ __all__ = [
 
 KINDS = (
     "agent_run", "model_call", "tool_call", "handover", "guardrail", "workflow", "message", "evaluation", "build",
-    "unknown", "act", "note", "human",
+    "unknown", "act", "note", "human", "logged",
 )  # fmt: skip
 """note: says something of the operation that it stands under, and is nothing itself. human: a person took part."""
 
@@ -176,6 +177,25 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     """Key of the run that started it; empty: nobody did."""
     turns: bool = False
     """The key is a whole conversation's: each prompt in it begins a run."""
+    starts: bool = False
+    """The operation is a tool call that starts another run."""
+
+
+class Logged(msgspec.Struct, frozen=True, array_like=True):
+    """An event that an imported log states as such: nothing is inferred from it and nothing beside it."""
+
+    type: str = ""
+    """One of EVENT_TYPES; empty: the log itself, or a bundle of its edges."""
+    agent: str = ""
+    to: str = ""
+    tool: str = ""
+    status: str = ""
+    mode: str = ""
+    triggered: bool | None = None
+    key: str = ""
+    """The log's own id of the event, where it tells edges."""
+    edges: tuple[tuple[str, str, str], ...] = ()
+    """(key, key, type) that the log tells."""
 
 
 class Operation(msgspec.Struct, frozen=True, array_like=True):
@@ -226,6 +246,7 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
     member: Member | None = None
     parent_trace: str = ""
     """Trace of the parent where it is another one; assembly alone sets it."""
+    logged: Logged | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()
