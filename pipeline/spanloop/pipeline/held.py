@@ -364,7 +364,12 @@ class Store:
 
     def feedback_on(self, key: str) -> list[FeedbackReceived]:
         """All feedback on an orchestration, under any of its names and those of ids merged into it."""
-        return [item for target in self.held[key].targets for item in self._items(target)]
+        found: list[FeedbackReceived] = []
+        entries = self._feedback
+        for target in self.held[key].targets:
+            if target in entries:
+                found += entries[target].items.values()
+        return found
 
     def _items(self, target: str) -> Iterator[FeedbackReceived]:
         entry = self._feedback.get(target)

@@ -26,6 +26,7 @@ __all__ = [
     "Stage",
     "StageOutput",
     "StateStore",
+    "Written",
     "alone",
     "new_record",
     "output_records",
@@ -34,6 +35,8 @@ __all__ = [
 ]
 
 
+Written = dict[int, tuple[Event, bytes]]
+"""Events with their canonical JSON, by ``id`` of the event."""
 _OWNED = frozenset(topics.DERIVED) - frozenset(topics.SINGLE)
 """Topics whose partitions a partitioned stage owns."""
 
@@ -108,10 +111,18 @@ def new_record(event: Event, partition: int | None = None) -> NewRecord:
     return NewRecord(event.TOPIC, event.key, event.event_id, encode(event), partition)
 
 
-def output_records(stage: Stage, events: Sequence[Event]) -> list[NewRecord]:
-    """Records of a stage's outputs: what it derives goes to its own partition, where it has one."""
+def output_records(stage: Stage, events: Sequence[Event], written: Written | None = None) -> list[NewRecord]:
+    """Records of a stage's outputs: what it derives goes to its own partition, where it has one. ``written``: their bytes, where
+    the stage made them already."""
     own: int | None = getattr(stage, "output_partition", None)
-    return [new_record(event, _partition(event, own)) for event in events]
+    if not written:
+        return [new_record(event, _partition(event, own)) for event in events]
+    records = []
+    for event in events:
+        known = written.get(id(event))
+        value = known[1] if known is not None and known[0] is event else encode(event)
+        records.append(NewRecord(event.TOPIC, event.key, event.event_id, value, _partition(event, own)))
+    return records
 
 
 def _partition(event: Event, own: int | None) -> int | None:
@@ -198,6 +209,8 @@ class StageOutput(msgspec.Struct):
     events: list[Event] = []
     writes: dict[str, bytes | None] = {}
     """Changed state entries since the last output; None deletes."""
+    written: Written = {}
+    """What ``encode`` gives for some of ``events``, where the stage needed it anyway (to hash it)."""
 
 
 class Stage(Protocol):

@@ -14,7 +14,7 @@ Invariants: the content of the last outputs is a function of (last content, set 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -26,12 +26,12 @@ from spanloop.pipeline.credit.states import RAW
 from spanloop.pipeline.credit.value import dead_letter
 from spanloop.pipeline.credit.value_model import ValueModel
 from spanloop.pipeline.held import Held, Store
-from spanloop.pipeline.ports import LogRecord, StageOutput
+from spanloop.pipeline.ports import LogRecord, StageOutput, Written
 from spanloop.pipeline.rewards.compose import Composite, RewardTerms, compose
 from spanloop.pipeline.rewards.outcome import is_usable
 from spanloop.pipeline.samples import build_samples
 from spanloop.schemas import topics
-from spanloop.schemas.canonical import content_hash
+from spanloop.schemas.canonical import bytes_hash, canonical_json, content_hash
 from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.events import (
     CreditAssigned,
@@ -60,9 +60,12 @@ __all__ = [
     "unusable",
 ]
 
+_Numbered = TypeVar("_Numbered", RewardsComputed, CreditAssigned)
 NO_MODEL = "none"
 """Version recorded where no value model existed."""
 _FINAL = frozenset({"final", "corrected"})
+_ANSWER_AT = frozenset({4, 32, 256})
+"""After so many drafts that lack values, these are asked for."""
 _OLD = "old"
 """In place of a credit's hash: there is one on the log, of an earlier revision than the rewards."""
 
@@ -112,7 +115,8 @@ def derive(
 
 
 def estimate_drafts(drafts: list[Draft], models: Mapping[str, Asking]) -> None:
-    """Fill in casts and estimates; one prediction a model for all drafts."""
+    """Fill in casts and estimates; few predictions a model for all drafts. Neighbours pass through the same states, so what the
+    first ones ask for is answered before the others ask."""
     credited = [draft for draft in drafts if draft.composite.team is not None]
     incomplete: list[Draft] = []
     for asking in models.values():
@@ -125,6 +129,8 @@ def estimate_drafts(drafts: list[Draft], models: Mapping[str, Asking]) -> None:
         draft.estimates = estimate(draft.cast, draft.composite.team or 0, asking, encode)
         if asking is not None and asking.misses > before:
             incomplete.append(draft)
+            if len(incomplete) in _ANSWER_AT:
+                asking.answer()
     for asking in models.values():
         asking.answer()
     for draft in incomplete:
@@ -189,12 +195,14 @@ class SignalStage:
         self._store = self._fresh_store()
         self._asking: dict[str, Asking] = {}
         self._contents: dict[str, OrchestrationContent] = {}
+        self._written: Written = {}
 
     def restore(self, entries: Mapping[str, bytes]) -> None:
         """Become the committed state."""
         self._store = self._fresh_store()
         self._store.restore(entries)
         self._asking = {}
+        self._written = {}
 
     def _fresh_store(self) -> Store:
         return Store(int(self._settings.retention_s * 1e9), self._settings.orchestrations_max)
@@ -238,7 +246,8 @@ class SignalStage:
             events += self._derive(list(dirty))
             events += self._store.evict(now_ns)
         self._forget_models()
-        return StageOutput(events=events, writes=self._store.take_writes())
+        written, self._written = self._written, {}
+        return StageOutput(events=events, writes=self._store.take_writes(), written=written)
 
     def resume(self, now_ns: int) -> StageOutput:
         """Derive what was touched since ``waiting`` was set, or by ``observe``."""
@@ -367,34 +376,40 @@ class SignalStage:
         """Outputs whose content changed, under the orchestration's next revision."""
         if held.merged_into and not held.revision:
             return []
-        hashes = [content_hash(part) if part is not None else "" for part in (signal.rewards, signal.credit)]
+        hashes = [self._hash(part) if part is not None else "" for part in (signal.rewards, signal.credit)]
         samples = signal.samples
         if signal.rewards.team is None and held.samples_hash:
             samples = _void_samples(held)
-        sample_hash = content_hash(samples) if samples is not None else held.samples_hash
+        sample_hash = self._hash(samples) if samples is not None else held.samples_hash
         credit = signal.credit
         if held.credit_hash and credit is None:
             credit = _void_credit(held)
             hashes[1] = ""
         if hashes == [held.rewards_hash, held.credit_hash] and sample_hash == held.samples_hash:
             return []
-        numbers = {"revision": held.revision + 1}
-        both = {**numbers, "orchestration_revision": held.orchestration_revision}
-        events: list[Event] = [msgspec.structs.replace(signal.rewards, **both)]
+        revision, of = held.revision + 1, held.orchestration_revision
+        events: list[Event] = [_numbered(signal.rewards, revision, of)]
         if credit is not None:
-            events.append(msgspec.structs.replace(credit, **both))
+            events.append(_numbered(credit, revision, of))
         if samples is not None and sample_hash != held.samples_hash:
-            events.append(msgspec.structs.replace(samples, **numbers))
+            events.append(msgspec.structs.replace(samples, revision=revision) if revision > 1 else samples)
         self._store.replace(
             msgspec.structs.replace(
                 held,
-                revision=held.revision + 1,
+                revision=revision,
                 rewards_hash=hashes[0],
                 credit_hash=hashes[1],
                 samples_hash=sample_hash,
             )
         )
         return events
+
+    def _hash(self, event: Event) -> str:
+        """Content hash of an event of revision 1, which is written as it is where that is its number."""
+        data = canonical_json(event)
+        if event.VERSION == 1:
+            self._written[id(event)] = (event, data)
+        return bytes_hash(data)
 
     def _ask(self, tenant: str, version: str) -> Asking:
         name = f"{tenant}/{version}"
@@ -417,6 +432,12 @@ def _is_behind(held: Held) -> bool:
 def unusable(event: FeedbackReceived) -> str:
     """Why feedback whose value cannot enter a reward is refused."""
     return f"feedback {event.feedback_id}: value {event.value!r} is not a finite number in range"
+
+
+def _numbered(event: _Numbered, revision: int, orchestration_revision: int) -> _Numbered:
+    if revision == orchestration_revision == 1:
+        return event
+    return msgspec.structs.replace(event, revision=revision, orchestration_revision=orchestration_revision)
 
 
 def _content(event: RewardsComputed | CreditAssigned) -> str:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from functools import cache
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any, TypeVar
 
 import msgspec
@@ -75,6 +78,8 @@ def _with_defaults(value: Any) -> Any:
     JSON would be written where the same text from a literal is not, and equal structs would have unequal bytes."""
     if isinstance(value, tuple | list):
         if value and isinstance(value[0], msgspec.Struct | tuple | list):
+            if _shares_defaults(value):
+                return value
             changed = [_with_defaults(item) for item in value]
             if any(new is not old for new, old in zip(changed, value, strict=True)):
                 return changed
@@ -94,6 +99,22 @@ def _with_defaults(value: Any) -> Any:
             if new is not own:
                 changes[name] = new
     return msgspec.structs.replace(value, **changes) if changes else value
+
+
+def _shares_defaults(items: Sequence[Any]) -> bool:
+    """Whether structs of one class without holders have their defaults' own objects already, told without a look at each: as
+    many are the default as equal it. False: look."""
+    cls = type(items[0])
+    if not issubclass(cls, msgspec.Struct):
+        return False
+    plan = _plan(cls)
+    if plan.holders or any(type(item) is not cls for item in items):
+        return False
+    for name, default in plan.defaults:
+        own = list(map(attrgetter(name), items))
+        if own.count(default) != sum(map(is_, own, repeat(default))):
+            return False
+    return True
 
 
 def decode_json(data: bytes | str, type_: type[T] = Any) -> T:  # type: ignore[assignment]

@@ -22,6 +22,7 @@ from spanloop.schemas.upcast import upcast
 
 __all__ = [
     "EVENTS",
+    "NO_VARIANCE",
     "BatchCommitted",
     "CanaryFinished",
     "CanaryStarted",
@@ -207,6 +208,10 @@ class RewardsComputed(Event, frozen=True, omit_defaults=True, tag="rewards_compu
         return f"{self.tenant}/{self.orchestration_id}"
 
 
+NO_VARIANCE = 0.0
+"""Of an exact account. The default's own object: what has it is written without a look at whether it equals the default."""
+
+
 class CreditNode(msgspec.Struct, frozen=True, omit_defaults=True):
     """An account of the ledger. The children's ``credit`` sum exactly to their parent's."""
 
@@ -220,7 +225,7 @@ class CreditNode(msgspec.Struct, frozen=True, omit_defaults=True):
     """Conserved micro-credits c."""
     raw: int | None = None
     """The estimator's own value before reconciliation, micro; None: unknown."""
-    variance: float = 0.0
+    variance: float = NO_VARIANCE
     """sigma^2 of ``raw`` in squared units; the weight with which the residual falls on this child."""
     estimator: str = ""
     subject: str = ""

@@ -344,6 +344,7 @@ class _Steps:
 
     def __init__(self, cast: Cast, value: Value) -> None:
         self._value = value
+        self._known: dict[frozenset[str], int] = {}
         self.kinds: dict[str, str] = {}
         self.own: dict[str, list[str]] = {}
         """Steps of each worker in order."""
@@ -389,8 +390,12 @@ class _Steps:
         self.own[agent.id] = own
 
     def value(self, steps: set[str] | frozenset[str]) -> int:
-        """V of the state in which ``steps`` are finished."""
-        return self._value(step_state(["start", *map(self.kinds.__getitem__, steps)]))
+        """V of the state in which ``steps`` are finished; asked for once a set."""
+        key = frozenset(steps)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._value(step_state(["start", *map(self.kinds.__getitem__, key)]))
+        return known
 
 
 def _from_steps(cast: Cast, reward: int, value: Value) -> Estimates:

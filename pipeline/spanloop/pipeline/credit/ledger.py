@@ -31,7 +31,7 @@ from spanloop.pipeline.credit.estimates import (
 from spanloop.pipeline.credit.reconcile import reconcile
 from spanloop.pipeline.credit.states import RAW, Encoder
 from spanloop.schemas.canonical import digest
-from spanloop.schemas.events import CreditNode
+from spanloop.schemas.events import NO_VARIANCE, CreditNode
 from spanloop.schemas.orchestration import Agent, ModelCall, OrchestrationContent, OrchestrationEvent
 
 __all__ = ["Account", "Ledger", "account_of", "build_ledger", "check_ledger", "ledger_of", "settle"]
@@ -75,7 +75,11 @@ def settle(accounts: Sequence[Account], total: int) -> tuple[CreditNode, ...]:
     for account in accounts:
         own = credit[account.id]
         below = children.get(account.id)
-        if below:
+        if below is None:
+            pass
+        elif len(below) == 1:
+            credit[below[0].id] = own
+        else:
             shares = reconcile(
                 own,
                 [child.estimate.anchor for child in below],
@@ -87,15 +91,15 @@ def settle(accounts: Sequence[Account], total: int) -> tuple[CreditNode, ...]:
         item = account.estimate
         nodes.append(
             CreditNode(
-                id=account.id,
-                unit=account.unit,
-                parent=account.parent,
-                label=account.label,
-                credit=own,
-                raw=item.raw,
-                variance=item.variance,
-                estimator=item.estimator,
-                subject=account.subject,
+                account.id,
+                account.unit,
+                account.parent,
+                account.label,
+                own,
+                item.raw,
+                item.variance or NO_VARIANCE,
+                item.estimator,
+                account.subject,
             )
         )
     return tuple(nodes)

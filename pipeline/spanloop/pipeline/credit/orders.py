@@ -65,18 +65,21 @@ def average_differences(
     >>> average_differences(["a", "b"], {}, lambda done: v["".join(sorted(done))])
     {'a': 400000, 'b': 400000}
     """
-    doubled = dict.fromkeys(steps, 0)
+    added = dict.fromkeys(steps, 0)
     forward, backward = linear_extensions(steps, before)
-    for order in (forward, backward):
+    orders = (forward, backward) if backward != forward else (forward,)
+    for order in orders:
         done: frozenset[Step] = frozenset()
         previous = value(done)
         for step in order:
             done |= {step}
             current = value(done)
-            doubled[step] += current - previous
+            added[step] += current - previous
             previous = current
+    if len(orders) == 1:
+        return added  # the average of two equal orders
     average: dict[Step, int] = {}
     carry = 0
     for step in forward:
-        average[step], carry = divmod(doubled[step] + carry, 2)
+        average[step], carry = divmod(added[step] + carry, 2)
     return {step: average[step] for step in steps}

@@ -143,7 +143,10 @@ def _family(content: OrchestrationContent) -> _Family:
 
 def stages_of(content: OrchestrationContent) -> list[Stage]:
     """The stages of the entry agents, in time; agents without a parent run one after the other."""
-    family = _family(content)
+    return _stages_of(_family(content))
+
+
+def _stages_of(family: _Family) -> list[Stage]:
     stages: list[Stage] = []
     for agent in family.children.get("", ()):
         stages += _stages(agent, family, frozenset())
@@ -181,11 +184,12 @@ def orchestration_rewards(content: OrchestrationContent, weights: tuple[int, int
         content: The orchestration.
         weights: Micro-weights of r_parallel and r_finish; 0 where the outcome's gate is shut.
     """
-    critical, total = critical_steps(stages_of(content))
+    family = _family(content)
+    critical, total = critical_steps(_stages_of(family))
     spawned = [agent for agent in content.agents if agent.parent_id]
     finished = sum(agent.status == "ok" for agent in spawned)
     finish = round(MICRO * finished / len(spawned)) if spawned else 0
-    work, span = work_and_span(*work_graph(content))
+    work, span = work_and_span(*_work_graph(content, family))
     estimator = ESTIMATOR if spawned else NOTHING_SPAWNED
 
     def reward(name: str, value: int, weight: int = 0, scaffold: bool = True) -> Reward:
@@ -204,7 +208,10 @@ def orchestration_rewards(content: OrchestrationContent, weights: tuple[int, int
 def work_graph(content: OrchestrationContent) -> tuple[dict[str, int], dict[str, set[str]]]:
     """What was worked on and in which order, for ``work_and_span``: model calls by id and agents that make none as
     "agent:ID" with their nanoseconds, and the predecessors of each, by structure and not by clock."""
-    family = _family(content)
+    return _work_graph(content, _family(content))
+
+
+def _work_graph(content: OrchestrationContent, family: _Family) -> tuple[dict[str, int], dict[str, set[str]]]:
     weights: dict[str, int] = {}
     after: dict[str, set[str]] = {}
     chains: dict[str, list[str]] = {}

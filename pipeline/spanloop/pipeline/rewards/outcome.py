@@ -58,7 +58,8 @@ def _channel(name: str, feedback: Iterable[FeedbackReceived], weight: int) -> Re
     if not latest:
         return Reward("R1", name, "team", "", None, "missing", ESTIMATOR, weight=weight)
     counted = [latest[key] for key in sorted(latest)]
-    value = round(Fraction(sum(micro(item.value) for item in counted), len(counted)))
+    total = sum(micro(item.value) for item in counted)
+    value = total if len(counted) == 1 else round(Fraction(total, len(counted)))
     status = "final"
     if not all(item.final for item in counted):
         status = "provisional"

@@ -160,7 +160,7 @@ class EmbeddedRuntime:
     def _fold(self, runner: _Runner, records: list[LogRecord], now_ns: int) -> None:
         """Process and commit; a record on which the stage raises is cornered and dead-lettered."""
         for part, output in fold(runner.stage, records, now_ns, lambda: self._restore(runner)):
-            outputs = output_records(runner.stage, output.events)
+            outputs = output_records(runner.stage, output.events, output.written)
             runner.metrics.dead_letters += sum(map(is_cornered, output.events))
             self._commit(runner, output, outputs, {record.source: record.offset for record in part})
             runner.metrics.records += len(part)
@@ -168,7 +168,7 @@ class EmbeddedRuntime:
     def _tick(self, runner: _Runner, now_ns: int) -> int:
         try:
             output = runner.stage.tick(now_ns)
-            outputs = output_records(runner.stage, output.events)
+            outputs = output_records(runner.stage, output.events, output.written)
         except SpanloopError:
             raise
         except Exception as exc:
