@@ -13,8 +13,11 @@ from collections import defaultdict
 import msgspec
 
 from spanloop.pipeline.assembly.calls import Calls
+from spanloop.pipeline.assembly.messages import first_contacts
+from spanloop.pipeline.assembly.names import folded
 from spanloop.pipeline.assembly.said import SAID, SaidActs
 from spanloop.pipeline.assembly.tree import Tree
+from spanloop.pipeline.assembly.turns import TURN
 from spanloop.pipeline.dialects.operation import Operation
 
 __all__ = ["Delegation", "Delegations", "agent_name", "find_delegations", "folded"]
@@ -67,11 +70,6 @@ class Delegations:
             self.tools.add(found.tool)
 
 
-def folded(name: str) -> str:
-    """A name as compared: lower case, everything else than letters and digits one underscore."""
-    return "_".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
-
-
 def agent_name(op: Operation) -> str:
     """Name of an agent run."""
     return op.agent or op.name or "agent"
@@ -88,10 +86,23 @@ def find_delegations(tree: Tree, calls: Calls) -> Delegations:
     for i in agents:
         if i not in handed_over and not _by_place(tree, i, found):
             roots.append(i)
+    _tasks(tree, calls, roots, found)
     _lost_context(tree, roots, found)
     _contained(tree, [i for i in roots if i not in found.into], found)
     for delegation in found.all:
         delegation.mode = _mode(tree, calls, delegation)
+    for message in first_contacts(tree, found):
+        found.add(
+            Delegation(
+                message.sender,
+                message.receiver,
+                -1,
+                "first_contact",
+                message.confidence,
+                "message",
+                delegates=False,
+            )
+        )
     found.all.sort(key=lambda d: (d.begins(tree), d.target, d.tool))
     for delegations in found.by_source.values():
         delegations.sort(key=lambda d: (d.begins(tree), d.target, d.tool))
@@ -145,9 +156,19 @@ def _handovers(tree: Tree, agents: list[int], found: Delegations) -> set[int]:
     claimed: set[int] = set()
     inside = {tree.tool[i] for i in agents}
     for i, op in enumerate(tree.ops):
-        if op.handover is None or not op.handover.target or i in inside:
+        if op.handover is None or i in inside:
             continue
         source = above(tree, found, i)
+        if not op.handover.target:
+            target = _next_peer(tree, found, source, i)
+            if target >= 0:
+                known = target in claimed or target in tree.turn_of
+                claimed.add(target)
+                found.add(
+                    Delegation(source, tree.turn_of.get(target, target), i, "next_agent", op.handover.confidence,
+                               op.handover.mode, spawns=not known)
+                )  # fmt: skip
+            continue
         if act := found.acts.act(i):
             target = found.acts.addressed(i) if act == "delegate" else -1
             if target >= 0:
@@ -171,6 +192,45 @@ def _handovers(tree: Tree, agents: list[int], found: Delegations) -> set[int]:
             if target >= 0:
                 found.add(Delegation(source, target, i, rule, confidence, op.handover.mode, spawns=False))
     return claimed
+
+
+def _next_peer(tree: Tree, found: Delegations, source: int, i: int) -> int:
+    """The run or turn that begins first after hand-over ``i`` where the source's own turn began; -1 without one."""
+    turn = tree.parent[i]
+    while turn >= 0 and tree.ops[turn].kind not in ("agent_run", TURN):
+        turn = tree.parent[turn]
+    if turn < 0 or source < 0:
+        return -1
+    trace, place = tree.ops[i].trace_id, tree.parent[turn]
+    for j in range(i + 1, len(tree.ops)):
+        op = tree.ops[j]
+        beside = tree.parent[j] == place and op.trace_id == trace and op.kind in ("agent_run", TURN)
+        if beside and j not in found.same_run and tree.turn_of.get(j, j) != source:
+            return j
+    return -1
+
+
+def _tasks(tree: Tree, calls: Calls, roots: list[int], found: Delegations) -> None:
+    """Rule (g) inside one trace: a run outside any other whose task is the argument of a tool call that contains
+    it in time; its instrumentation hangs sub-agents off the root."""
+    wanted: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for i in roots:
+        first = calls.of_agent.get(i, [])[:1]
+        facts = [tree.ops[j].run for j in (i,)] + [tree.ops[j].call for c in first for j in calls.groups[c]]
+        task = next((f.task_hash for f in facts if f is not None and f.task_hash), "")
+        if task:
+            wanted[(tree.ops[i].trace_id, task)].append(i)
+    for tool in reversed(range(len(tree.ops))):
+        op = tree.ops[tool]
+        if op.tool is None or tool in found.tools:
+            continue
+        source = above(tree, found, tool)
+        for text in op.tool.argument_hashes:
+            for i in wanted.get((op.trace_id, text), ()):
+                run = tree.ops[i]
+                inside = op.start_ns <= run.start_ns and 0 < run.end_ns <= op.end_ns
+                if inside and i not in found.into and tool not in found.tools and i != source:
+                    found.add(Delegation(source, i, tool, "task_is_tool_argument", 0.8))
 
 
 def _lost_context(tree: Tree, roots: list[int], found: Delegations) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from spanloop.pipeline.assembly.calls import Calls
 from spanloop.pipeline.assembly.delegations import Delegation, Delegations, above, agent_name
 from spanloop.pipeline.assembly.logged import LoggedEvents, add_logged_events, logged_agents
+from spanloop.pipeline.assembly.messages import add_messages
 from spanloop.pipeline.assembly.said import add_said_events
 from spanloop.pipeline.assembly.tree import Tree
 from spanloop.pipeline.dialects.operation import Operation
@@ -133,7 +134,7 @@ def infer_events(tree: Tree, calls: Calls, found: Delegations) -> Inference:
     _returns(work)
     _tools(work)
     _safety(work)
-    _messages(work)
+    add_messages(work)
     _stops(work)
     add_said_events(work)
     add_logged_events(work)
@@ -254,13 +255,20 @@ def _receiver(work: Inference, d: Delegation) -> tuple[int, str]:
 
 
 def _returns(work: Inference) -> None:
-    passed_on = {d.source for d in work.found.all if d.mode == "pass_control"}
+    tree = work.tree
+    passed_on = {
+        d.source
+        for d in work.found.all
+        if d.mode == "pass_control"
+        and d.source >= 0
+        and tree.turns_of(d.source)[-1].start_ns <= d.begins(tree)
+    }
     for target, d in work.found.into.items():
-        op = work.tree.ops[target]
+        op = tree.ops[target]
         if op.end_ns <= 0:
             continue
         status = "error" if op.status == "error" else "ok"
-        if target not in passed_on:
+        if target not in passed_on and d.mode != "message":
             to, to_name = _receiver(work, d)
             work.add("return", op.end_ns, d.rule, d.confidence, _span(work, target), agent=target, to=to,
                      to_name=to_name, status=status, operation=d.tool)  # fmt: skip
@@ -305,29 +313,6 @@ def _safety(work: Inference) -> None:
         if any("content_filter" in f.finish_reasons for f in facts):
             work.add("safety_event", work.calls.end(call), "content_filter", 0.9, work.calls.span_ids(call),
                      agent=work.calls.agent[call], triggered=True, call=call)  # fmt: skip
-
-
-def _messages(work: Inference) -> None:
-    """Links from a message's consumer to its producer, between different agents that do not delegate to
-    each other."""
-    tree = work.tree
-    linked = [i for i, op in enumerate(tree.ops) if op.links and op.kind == "message"]
-    if not linked:
-        return
-    where = {(op.trace_id, op.span_id): i for i, op in enumerate(tree.ops)}
-    pairs = {(d.source, d.target) for d in work.found.all}
-    for i in linked:
-        receiver = work.agent_of(i)
-        for link in tree.ops[i].links:
-            producer = where.get(link, -1)
-            sender = work.agent_of(producer) if producer >= 0 else -1
-            if work.acts.act(producer):
-                continue
-            if sender < 0 or receiver < 0 or sender == receiver:
-                continue
-            if (sender, receiver) not in pairs and (receiver, sender) not in pairs:
-                work.add("message", tree.ops[i].start_ns, "link_between_agents", 0.9, _span(work, producer, i),
-                         agent=sender, to=receiver)  # fmt: skip
 
 
 def _stops(work: Inference) -> None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from spanloop.pipeline.assembly.names import folded
+from spanloop.pipeline.assembly.nodes import Routed, resolve_nodes
+from spanloop.pipeline.assembly.turns import merge_turns
 from spanloop.pipeline.dialects.operation import Operation
 
 __all__ = ["Tree", "build_tree"]
@@ -33,10 +36,35 @@ class Tree:
         """Nearest tool call or hand-over above, within the same agent run."""
         self.workflow = [-1] * n
         """Outermost workflow above."""
+        self.turns: dict[int, list[Operation]] = {}
+        """Turns as they were of an agent with more than one, by the agent's first run."""
+        self.turn_of: dict[int, int] = {}
+        """The first run of the agent that a later turn belongs to."""
+        self.same_run: dict[int, int] = {}
+        """Agent runs that are a part or another view of the run around them, and that run."""
+        self.virtual: set[int] = set()
+        """Tool calls that stand for the run of an agent without a span of its own, which the hand-over names."""
+        self.routed: dict[int, Routed] = {}
+        """Nodes that another node's result sent the engine to."""
+        self.follows: list[tuple[int, int]] = []
+        """(before, after): runs of nodes that follow each other by an edge, nobody deciding."""
+        self.owner: dict[int, int] = {}
+        """Nodes that are no agents, and the run whose step they are."""
+
+    def turns_of(self, i: int) -> list[Operation]:
+        """The turns of an agent run in order; most agents have one."""
+        return self.turns.get(i) or [self.ops[i]]
 
     def agent_ops(self) -> list[int]:
-        """Agent runs in order of start."""
-        return [i for i, op in enumerate(self.ops) if op.kind == "agent_run"]
+        """Agent runs in order of start, those without a span of their own among them."""
+        return [i for i, op in enumerate(self.ops) if op.kind == "agent_run" or i in self.virtual]
+
+    def name(self, i: int) -> str:
+        """Name of agent run ``i``."""
+        op = self.ops[i]
+        if i in self.virtual and op.handover is not None:
+            return op.handover.target
+        return op.agent or op.name or "agent"
 
 
 def build_tree(operations: Iterable[Operation]) -> Tree:
@@ -52,8 +80,14 @@ def build_tree(operations: Iterable[Operation]) -> Tree:
             tree.missing.append(i)
         tree.parent[i] = above
     _cut_cycles(tree)
-    _walk(tree)
+    _order(tree)
+    if any(op.node is not None for op in ops):
+        resolve_nodes(tree)
+    merge_turns(tree)
+    _find_virtual(tree)
+    _place(tree)
     _by_run_id(tree)
+    _same_runs(tree)
     return tree
 
 
@@ -78,11 +112,12 @@ def _cut_cycles(tree: Tree) -> None:
             state[visited] = 2
 
 
-def _walk(tree: Tree) -> None:
-    ops, parent = tree.ops, tree.parent
-    children: list[list[int]] = [[] for _ in ops]
+def _order(tree: Tree) -> None:
+    """Parents before children."""
+    parent = tree.parent
+    children: list[list[int]] = [[] for _ in tree.ops]
     stack = []
-    for i in range(len(ops) - 1, -1, -1):
+    for i in range(len(parent) - 1, -1, -1):
         if parent[i] >= 0:
             children[parent[i]].append(i)
         else:
@@ -90,17 +125,41 @@ def _walk(tree: Tree) -> None:
     while stack:
         node = stack.pop()
         tree.preorder.append(node)
-        above = parent[node]
-        if above >= 0:
-            kind = ops[above].kind
-            tree.agent[node] = above if kind == "agent_run" else tree.agent[above]
-            if kind in ("tool_call", "handover"):
-                tree.tool[node] = above
-            elif kind != "agent_run":
-                tree.tool[node] = tree.tool[above]
-            outer = tree.workflow[above]
-            tree.workflow[node] = outer if outer >= 0 else (above if kind == "workflow" else -1)
         stack.extend(children[node])
+
+
+def _place(tree: Tree) -> None:
+    """Nearest agent, tool and workflow of each operation."""
+    ops, parent = tree.ops, tree.parent
+    for node in tree.preorder:
+        above = parent[node]
+        if above < 0:
+            continue
+        kind = ops[above].kind
+        run = tree.turn_of.get(above, above if kind == "agent_run" or above in tree.virtual else -1)
+        run = tree.turn_of.get(tree.owner[above], tree.owner[above]) if above in tree.owner else run
+        tree.agent[node] = run if run >= 0 else tree.agent[above]
+        if run < 0:
+            tree.tool[node] = above if kind in ("tool_call", "handover") else tree.tool[above]
+        outer = tree.workflow[above]
+        tree.workflow[node] = outer if outer >= 0 else (above if kind == "workflow" else -1)
+
+
+def _find_virtual(tree: Tree) -> None:
+    """Rule (f): a delegation tool that names an agent and holds no run stands for that agent's run."""
+    named = [
+        i
+        for i, op in enumerate(tree.ops)
+        if op.kind == "tool_call" and op.handover is not None and op.handover.target
+        and op.handover.mode == "return_to_caller" and op.said is None
+    ]  # fmt: skip
+    if not named:
+        return
+    holds = bytearray(len(tree.ops))
+    for i in reversed(tree.preorder):
+        if tree.parent[i] >= 0 and (holds[i] or tree.ops[i].kind == "agent_run"):
+            holds[tree.parent[i]] = 1
+    tree.virtual.update(i for i in named if not holds[i])
 
 
 def _by_run_id(tree: Tree) -> None:
@@ -114,3 +173,22 @@ def _by_run_id(tree: Tree) -> None:
     for i, op in enumerate(tree.ops):
         if tree.agent[i] < 0 and op.run_id and op.kind != "agent_run":
             tree.agent[i] = runs.get(op.run_id, -1)
+
+
+def _same_runs(tree: Tree) -> None:
+    """Runs that are a part or another view of the run around them: what is theirs is that one's."""
+    for i in tree.agent_ops():
+        outer = tree.agent[i]
+        if outer >= 0 and outer != i and tree.tool[i] < 0 and _repeats(tree, outer, i):
+            tree.same_run[i] = tree.same_run.get(outer, outer)
+    if tree.same_run:
+        tree.agent = [tree.same_run.get(i, i) for i in tree.agent]
+
+
+def _repeats(tree: Tree, outer: int, inner: int) -> bool:
+    """Whether run ``inner``, within ``outer`` without a tool between, is a part or another view of it."""
+    one, two = tree.ops[outer], tree.ops[inner]
+    if two.run is not None and two.run.guessed:
+        return True
+    direct = tree.parent[inner] == outer
+    return direct and one.layer != two.layer and folded(tree.name(outer)) == folded(tree.name(inner))

@@ -1,0 +1,178 @@
+"""Messages between agents that neither delegate to each other nor return: over an engine's edge or a shared topic.
+
+Rules: a link from what consumes a message to what produced it (0.9); a process that names sender and receiver
+(0.9); a node of an engine whose input repeats another node's answer (0.8). What a manager sends to choose the next
+speaker is no message: a manager is no agent here. Source: DIALECTS 3.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from spanloop.pipeline.assembly.tree import Tree
+
+if TYPE_CHECKING:
+    from spanloop.pipeline.assembly.delegations import Delegations
+    from spanloop.pipeline.assembly.infer import Inference
+
+__all__ = ["Message", "add_messages", "find_messages", "first_contacts"]
+
+TOPIC = "sender_and_receiver"
+
+
+class Message(msgspec.Struct, frozen=True):
+    """``sender`` told ``receiver`` something. Agent runs by their index in ``tree.ops``."""
+
+    sender: int
+    receiver: int
+    t_ns: int
+    """When it was on its way: the end of the answer, or the start of its reading."""
+    heard_ns: int
+    """When the receiver had it."""
+    evidence: tuple[str, ...]
+    rule: str
+    confidence: float
+
+
+def find_messages(tree: Tree, found: Delegations) -> list[Message]:
+    """All messages of an orchestration in order of time; also those of agents that delegate to each other."""
+    messages = _by_link(tree, found)
+    known = {(m.sender, m.receiver) for m in messages}
+    messages += _by_parties(tree, found)
+    messages += [m for m in _by_echo(tree, found) if (m.sender, m.receiver) not in known]
+    return sorted(messages, key=lambda m: (m.t_ns, m.sender, m.receiver, m.evidence))
+
+
+def _agent(tree: Tree, found: Delegations, i: int) -> int:
+    """The agent run that operation ``i`` is, or is in."""
+    if i < 0:
+        return -1
+    agent = tree.turn_of.get(i, i if tree.ops[i].kind == "agent_run" else tree.agent[i])
+    while agent in found.same_run:
+        agent = found.same_run[agent]
+    return agent
+
+
+def _by_link(tree: Tree, found: Delegations) -> list[Message]:
+    linked = [i for i, op in enumerate(tree.ops) if op.links and (op.kind == "message" or op.instance)]
+    if not linked:
+        return []
+    where = {(op.trace_id, op.span_id): i for i, op in enumerate(tree.ops)}
+    messages = []
+    for i in linked:
+        op = tree.ops[i]
+        if op.message is not None:
+            continue
+        receiver = _agent(tree, found, i)
+        for link in op.links:
+            producer = where.get(link, -1)
+            sender = _agent(tree, found, producer)
+            if sender < 0 or receiver < 0 or sender == receiver or found.acts.act(producer):
+                continue
+            evidence = (tree.ops[producer].span_id, op.span_id)
+            messages.append(
+                Message(sender, receiver, op.start_ns, op.start_ns, evidence, "link_between_agents", 0.9)
+            )
+    return messages
+
+
+def _by_parties(tree: Tree, found: Delegations) -> list[Message]:
+    instances = {tree.ops[i].instance: i for i in tree.agent_ops() if tree.ops[i].instance}
+    if not instances:
+        return []
+    messages = []
+    for op in tree.ops:
+        if op.message is None:
+            continue
+        sender = instances.get(op.message.sender, -1)
+        receiver = instances.get(op.message.receiver, -1)
+        if sender >= 0 and receiver >= 0 and sender != receiver:
+            messages.append(
+                Message(sender, receiver, op.start_ns, max(op.start_ns, op.end_ns), (op.span_id,), TOPIC, 0.9)
+            )
+    return messages
+
+
+def _by_echo(tree: Tree, found: Delegations) -> list[Message]:
+    """Between the nodes of one engine, from the last answer before the turn that repeats it."""
+    messages = []
+    for engine, nodes in found.by_source.items():
+        if engine < 0 or (run := tree.ops[engine].run) is None or not run.engine:
+            continue
+        agents = [d.target for d in nodes if d.spawns]
+        turns = [(turn, agent) for agent in agents for turn in tree.turns_of(agent)]
+        for receiver in agents:
+            for reading in tree.turns_of(receiver):
+                heard = set(reading.run.heard) if reading.run is not None else set()
+                if not heard:
+                    continue
+                last: dict[int, tuple[int, str]] = {}
+                for turn, sender in turns:
+                    said = turn.run.said if turn.run is not None else ()
+                    if sender == receiver or not heard.intersection(said):
+                        continue
+                    if 0 < turn.end_ns <= reading.start_ns:
+                        last[sender] = max(last.get(sender, (0, "")), (turn.end_ns, turn.span_id))
+                for sender, (ended, span_id) in last.items():
+                    evidence = (span_id, reading.span_id)
+                    messages.append(
+                        Message(
+                            sender, receiver, ended, reading.start_ns, evidence, "input_repeats_answer", 0.8
+                        )
+                    )
+    return messages
+
+
+def first_contacts(tree: Tree, found: Delegations) -> list[Message]:
+    """For each agent that nobody made run: the first message to it, before it ran, from one that ran before."""
+    first: dict[int, Message] = {}
+    for message in find_messages(tree, found):
+        target = message.receiver
+        if target in found.into or target in first or message.rule == "input_repeats_answer":
+            continue
+        if (
+            tree.ops[message.sender].start_ns < tree.ops[target].start_ns
+            and message.t_ns <= tree.ops[target].start_ns
+        ):
+            first[target] = message
+    return sorted(first.values(), key=lambda m: (m.t_ns, m.receiver))
+
+
+def add_messages(work: Inference) -> None:
+    """Events for the messages between agents without a delegation either way, and for the turns that saw several."""
+    tree = work.tree
+    messages = find_messages(tree, work.found)
+    pairs = {(d.source, d.target) for d in work.found.all if d.delegates}
+    engines = {d.source for d in work.found.all if not d.delegates and d.rule == "node_of_engine"}
+    heard: dict[int, list[Message]] = {}
+    for m in messages:
+        if (m.sender, m.receiver) in pairs or (m.receiver, m.sender) in pairs:
+            continue
+        if m.sender in engines or m.receiver in engines:
+            continue
+        work.add("message", m.t_ns, m.rule, m.confidence, m.evidence, agent=m.sender, to=m.receiver)
+        if m.rule != TOPIC:
+            heard.setdefault(m.receiver, []).append(m)
+    for receiver, got in heard.items():
+        for turn in tree.turns_of(receiver):
+            _aggregate(
+                work,
+                receiver,
+                [m for m in got if turn.start_ns <= m.heard_ns <= max(turn.start_ns, turn.end_ns)],
+            )
+
+
+def _aggregate(work: Inference, receiver: int, got: list[Message]) -> None:
+    """The turn of ``receiver`` that first saw the messages of two or more others."""
+    if len({m.sender for m in got}) < 2:
+        return
+    at = max(m.heard_ns for m in got)
+    call = work.calls.after(receiver, at)
+    evidence = sorted({span for m in got for span in m.evidence[:1]})
+    if call >= 0:
+        work.add("aggregate", work.calls.start(call), "call_sees_messages", min(m.confidence for m in got),
+                 (*work.calls.span_ids(call), *evidence), agent=receiver, call=call)  # fmt: skip
+    else:
+        work.add("aggregate", at, "run_sees_messages", 0.5, evidence, agent=receiver)
