@@ -1,9 +1,11 @@
 """Who made whom run: delegations between agent runs, with the rule that found each and how sure it is.
 
 Rules in order, the first that holds: (a) an agent's run under a tool call; (b) keys that name a hand-over;
-(c) a tool named transfer_to_X, then the next run of X; nodes of an engine; a run directly under another; a
-run whose context was lost but whose task is the text that a tool call of the same conversation passed on; a
-run under a missing parent within the only root. Source: DIALECTS 3.
+(c) a tool named transfer_to_X, then the next run of X, or just the next run where X is not shown; (d) a node
+that another node's result sent the engine to; (f) a delegation tool that names an agent without a run of its
+own; nodes of an engine; a run directly under another; (g) a run whose task is the text that a tool call around
+it in time passed on; (h) a run under a missing parent within the only root. Several runs of one engine that
+nobody had start are started by it. Source: DIALECTS 3.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from spanloop.pipeline.assembly.messages import first_contacts
 from spanloop.pipeline.assembly.names import folded
 from spanloop.pipeline.assembly.said import SAID, SaidActs
 from spanloop.pipeline.assembly.tree import Tree
-from spanloop.pipeline.assembly.turns import TURN
+from spanloop.pipeline.assembly.turns import TURN, place_of
 from spanloop.pipeline.dialects.operation import Operation
 
-__all__ = ["Delegation", "Delegations", "agent_name", "find_delegations", "folded"]
+__all__ = ["Delegation", "Delegations", "above", "find_delegations", "lost_in"]
 
 
 class Delegation(msgspec.Struct):
@@ -42,8 +44,12 @@ class Delegation(msgspec.Struct):
         return tree.ops[self.tool if self.tool >= 0 else self.target].start_ns
 
     def returned(self, tree: Tree) -> int:
-        """When its result was back with the source, ns; 0: not known."""
-        return tree.ops[self.tool if self.tool >= 0 and self.mode != "pass_control" else self.target].end_ns
+        """When its result was back with the source, ns; 0: not known. A tool that only asked for the run was back before."""
+        run = tree.ops[self.target]
+        if self.tool < 0 or self.mode == "pass_control":
+            return run.end_ns
+        end_ns = tree.ops[self.tool].end_ns
+        return run.end_ns if self.tool != self.target and 0 < end_ns < run.start_ns else end_ns
 
 
 class Delegations:
@@ -56,8 +62,9 @@ class Delegations:
         self.by_source: dict[int, list[Delegation]] = defaultdict(list)
         self.tools: set[int] = set()
         """Tool calls that delegate and so are no leaf tools."""
-        self.same_run: dict[int, int] = {}
-        """Agent runs that only repeat another instrumentation's run, and that run."""
+        self.same_run = tree.same_run
+        self.engines: list[int] = []
+        """Workflows that are agents: several runs in them were started by nobody else."""
         self.acts = SaidActs(tree)
 
     def add(self, found: Delegation) -> None:
@@ -70,25 +77,27 @@ class Delegations:
             self.tools.add(found.tool)
 
 
-def agent_name(op: Operation) -> str:
-    """Name of an agent run."""
-    return op.agent or op.name or "agent"
-
-
 def find_delegations(tree: Tree, calls: Calls) -> Delegations:
     """The delegations among the agent runs of ``tree``."""
     found = Delegations(tree)
-    agents = tree.agent_ops()
-    _repeated_runs(tree, agents, found)
-    agents = [i for i in agents if i not in found.same_run]
+    agents = [i for i in tree.agent_ops() if i not in tree.same_run]
     handed_over = _handovers(tree, agents, found)
     roots = []
     for i in agents:
-        if i not in handed_over and not _by_place(tree, i, found):
+        placed = (
+            i in handed_over
+            or _virtual(tree, i, found)
+            or _routed(tree, i, found)
+            or _by_place(tree, i, found)
+        )
+        if not placed:
             roots.append(i)
+    _handed_by(tree, roots, found)
+    roots = [i for i in roots if i not in found.into]
     _tasks(tree, calls, roots, found)
     _lost_context(tree, roots, found)
     _contained(tree, [i for i in roots if i not in found.into], found)
+    _started_by_engine(tree, [i for i in roots if i not in found.into], found)
     for delegation in found.all:
         delegation.mode = _mode(tree, calls, delegation)
     for message in first_contacts(tree, found):
@@ -110,21 +119,58 @@ def find_delegations(tree: Tree, calls: Calls) -> Delegations:
 
 
 def above(tree: Tree, found: Delegations, i: int) -> int:
-    """Agent run above operation ``i``, repeated runs taken as the run they repeat; -1 without one."""
-    agent = tree.agent[i]
-    while agent in found.same_run:
-        agent = found.same_run[agent]
-    return agent
+    """Agent run above operation ``i``; -1 without one."""
+    return tree.agent[i]
 
 
-def _repeated_runs(tree: Tree, agents: list[int], found: Delegations) -> None:
-    for i in agents:
-        outer = tree.parent[i]
-        if outer < 0 or tree.ops[outer].kind != "agent_run":
-            continue
-        one, two = tree.ops[outer], tree.ops[i]
-        if one.layer != two.layer and folded(agent_name(one)) == folded(agent_name(two)):
-            found.same_run[i] = outer
+def _virtual(tree: Tree, i: int, found: Delegations) -> bool:
+    """Rule (f): the tool call is all that shows of the run that it asked for."""
+    if i not in tree.virtual:
+        return False
+    handover = tree.ops[i].handover
+    found.add(Delegation(tree.agent[i], i, i, "delegation_tool", handover.confidence if handover else 0.8))
+    return True
+
+
+def _routed(tree: Tree, i: int, found: Delegations) -> bool:
+    """Rule (d): a node that another node's result sent the engine to."""
+    why = tree.routed.get(i)
+    if why is None:
+        return False
+    found.add(Delegation(why.source, i, -1, why.rule, why.confidence))
+    return True
+
+
+def _handed_by(tree: Tree, roots: list[int], found: Delegations) -> None:
+    """Rule (b) without a span of the hand-over: the run names the agent that was in control before it."""
+    named = [i for i in roots if (run := tree.ops[i].run) is not None and run.handed_by]
+    if not named:
+        return
+    runs: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for i in tree.agent_ops():
+        runs[(tree.ops[i].trace_id, folded(tree.name(i)))].append(i)
+    for i in named:
+        run = tree.ops[i].run
+        before = runs[(tree.ops[i].trace_id, folded(run.handed_by if run else ""))]
+        earlier = [r for r in before if r < i and r not in tree.same_run]
+        if earlier:
+            found.add(Delegation(earlier[-1], i, -1, "parent_node_key", 1.0, "pass_control"))
+
+
+def _started_by_engine(tree: Tree, roots: list[int], found: Delegations) -> None:
+    """Two or more runs in one engine that nobody else had start: the engine is an agent itself."""
+    inside: dict[int, list[int]] = defaultdict(list)
+    for i in roots:
+        flow = tree.parent[i]
+        while flow >= 0 and tree.ops[flow].kind != "workflow":
+            flow = tree.parent[flow]
+        if flow >= 0 and (facts := tree.ops[flow].run) is not None and facts.engine:
+            inside[flow].append(i)
+    for engine, runs in inside.items():
+        if len(runs) > 1:
+            found.engines.append(engine)
+            for i in runs:
+                found.add(Delegation(engine, i, -1, "node_of_engine", 1.0, delegates=False))
 
 
 def _by_place(tree: Tree, i: int, found: Delegations) -> bool:
@@ -152,9 +198,9 @@ def _handovers(tree: Tree, agents: list[int], found: Delegations) -> set[int]:
     """Rules (b) and (c): each transfer claims the next run of its target that no tool call contains."""
     runs: dict[str, list[int]] = defaultdict(list)
     for i in reversed(agents):
-        runs[folded(agent_name(tree.ops[i]))].append(i)
+        runs[folded(tree.name(i))].append(i)
     claimed: set[int] = set()
-    inside = {tree.tool[i] for i in agents}
+    inside = {tree.tool[i] for i in agents} | tree.virtual
     for i, op in enumerate(tree.ops):
         if op.handover is None or i in inside:
             continue
@@ -186,9 +232,7 @@ def _handovers(tree: Tree, agents: list[int], found: Delegations) -> set[int]:
             claimed.add(target)
             found.add(Delegation(source, target, i, rule, confidence, op.handover.mode))
         elif known or waiting:
-            target = next(
-                (a for a in agents if folded(agent_name(tree.ops[a])) == folded(op.handover.target)), -1
-            )
+            target = next((a for a in agents if folded(tree.name(a)) == folded(op.handover.target)), -1)
             if target >= 0:
                 found.add(Delegation(source, target, i, rule, confidence, op.handover.mode, spawns=False))
     return claimed
@@ -201,10 +245,10 @@ def _next_peer(tree: Tree, found: Delegations, source: int, i: int) -> int:
         turn = tree.parent[turn]
     if turn < 0 or source < 0:
         return -1
-    trace, place = tree.ops[i].trace_id, tree.parent[turn]
+    trace, place = tree.ops[i].trace_id, place_of(tree, turn)
     for j in range(i + 1, len(tree.ops)):
         op = tree.ops[j]
-        beside = tree.parent[j] == place and op.trace_id == trace and op.kind in ("agent_run", TURN)
+        beside = op.kind in ("agent_run", TURN) and op.trace_id == trace and place_of(tree, j) == place
         if beside and j not in found.same_run and tree.turn_of.get(j, j) != source:
             return j
     return -1
@@ -279,7 +323,11 @@ def _contained(tree: Tree, roots: list[int], found: Delegations) -> None:
 
 def _mode(tree: Tree, calls: Calls, delegation: Delegation) -> str:
     """Control was passed on when the source ended, well, without another model call after the target's end."""
-    if delegation.mode == "pass_control" and delegation.tool >= 0:
+    if delegation.target in tree.virtual:
+        return "return_to_caller"
+    if (why := tree.routed.get(delegation.target)) is not None and why.source == delegation.source:
+        return "return_to_caller" if why.returns else "pass_control"
+    if delegation.mode == "pass_control" and (delegation.tool >= 0 or delegation.rule == "parent_node_key"):
         return "pass_control"
     tool = tree.ops[delegation.tool].tool if delegation.tool >= 0 else None
     if tool is None or delegation.source < 0:

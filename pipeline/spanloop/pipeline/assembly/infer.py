@@ -13,9 +13,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from spanloop.pipeline.assembly.calls import Calls
-from spanloop.pipeline.assembly.delegations import Delegation, Delegations, above, agent_name
+from spanloop.pipeline.assembly.delegations import Delegation, Delegations, above
+from spanloop.pipeline.assembly.interventions import add_told_interventions
 from spanloop.pipeline.assembly.logged import LoggedEvents, add_logged_events, logged_agents
 from spanloop.pipeline.assembly.messages import add_messages
+from spanloop.pipeline.assembly.safety import add_safety, failed
 from spanloop.pipeline.assembly.said import add_said_events
 from spanloop.pipeline.assembly.tree import Tree
 from spanloop.pipeline.dialects.operation import Operation
@@ -40,13 +42,18 @@ class Inference:
 
     def __init__(self, tree: Tree, calls: Calls, found: Delegations) -> None:
         self.tree, self.calls, self.found, self.acts = tree, calls, found, found.acts
-        self.runs = [i for i in tree.agent_ops() if i not in found.same_run]
+        self.runs = sorted([i for i in tree.agent_ops() if i not in found.same_run] + found.engines)
         seen: set[str] = set()
         self.agent_ids: dict[int, str] = {}
         for i in self.runs:
             op = tree.ops[i]
             self.agent_ids[i] = op.span_id if op.span_id not in seen else f"{op.trace_id}:{op.span_id}"
             seen.add(op.span_id)
+        self.turns: dict[int, list[int]] = defaultdict(list)
+        """Structure directly in each run: the turns of its loop."""
+        for i, op in enumerate(tree.ops):
+            if op.kind == "unknown" and tree.parent[i] >= 0 and tree.ops[tree.parent[i]].kind == "agent_run":
+                self.turns[tree.agent[i]].append(i)
         self.events: list[OrchestrationEvent] = []
         self.logged = LoggedEvents()
         self._ids: dict[str, int] = {}
@@ -64,7 +71,7 @@ class Inference:
 
     def name(self, agent: int, fallback: str = "") -> str:
         """Name of an agent run; of an unknown one what the span says."""
-        return agent_name(self.tree.ops[agent]) if agent >= 0 else fallback
+        return self.tree.name(agent) if agent >= 0 else fallback
 
     def add(self, kind: str, t_ns: int, rule: str, confidence: float, evidence: Iterable[str], *, agent: int,
             name: str = "", to: int = -1, to_name: str = "", tool: str = "", call: int = -1, operation: int = -1,
@@ -108,7 +115,7 @@ class Inference:
         for i in self.runs:
             op = self.tree.ops[i]
             into = self.found.into.get(i)
-            name = agent_name(op)
+            name = self.tree.name(i)
             listed.append(
                 Agent(
                     id=self.agent_ids[i],
@@ -120,6 +127,7 @@ class Inference:
                     ended_ns=max(op.end_ns, 0),
                     status="error" if op.status == "error" else "ok",
                     harness=op.said.harness if op.said is not None else "",
+                    virtual=i in self.tree.virtual,
                 )
             )
         listed += logged_agents(self)
@@ -133,17 +141,18 @@ def infer_events(tree: Tree, calls: Calls, found: Delegations) -> Inference:
     _aggregates(work)
     _returns(work)
     _tools(work)
-    _safety(work)
+    add_safety(work)
     add_messages(work)
     _stops(work)
     add_said_events(work)
     add_logged_events(work)
+    add_told_interventions(work)
     work.events.sort(key=lambda e: (e.t_ns, RANK[e.type], e.id))
     return work
 
 
 def _span(work: Inference, *indices: int) -> tuple[str, ...]:
-    return tuple(work.tree.ops[i].span_id for i in indices if i >= 0)
+    return tuple(dict.fromkeys(work.tree.ops[i].span_id for i in indices if i >= 0))
 
 
 def _delegations(work: Inference) -> None:
@@ -302,19 +311,6 @@ def _repeats(outer: Operation, inner: Operation) -> bool:
     return outer.tool.tool == inner.tool.tool
 
 
-def _safety(work: Inference) -> None:
-    for i, op in enumerate(work.tree.ops):
-        if op.kind == "guardrail":
-            work.add("safety_event", op.start_ns, "guardrail_span", 1.0 if op.triggered is not None else 0.6,
-                     _span(work, i), agent=work.agent_of(i), name=op.agent, triggered=bool(op.triggered),
-                     operation=i)  # fmt: skip
-    for call, group in enumerate(work.calls.groups):
-        facts = [f for i in group if (f := work.tree.ops[i].call) is not None]
-        if any("content_filter" in f.finish_reasons for f in facts):
-            work.add("safety_event", work.calls.end(call), "content_filter", 0.9, work.calls.span_ids(call),
-                     agent=work.calls.agent[call], triggered=True, call=call)  # fmt: skip
-
-
 def _stops(work: Inference) -> None:
     """The end of each run that nobody delegated; runs in one workflow stop once, with it. A run whose
     parent never arrived counts where it is the only one: then the parent is usually a caller that sends
@@ -338,4 +334,4 @@ def _stops(work: Inference) -> None:
         if op.end_ns <= 0:
             continue
         work.add("stop", op.end_ns, "end_of_entry_run", 0.5 if i in missing else 1.0, (op.span_id,), agent=i,
-                 call=work.calls.last(i), status="error" if op.status == "error" else "ok")  # fmt: skip
+                 call=work.calls.last(i), status="error" if op.status == "error" or failed(work, i) else "ok")  # fmt: skip
