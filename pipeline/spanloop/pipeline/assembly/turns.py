@@ -18,10 +18,22 @@ from spanloop.pipeline.dialects.operation import Operation
 if TYPE_CHECKING:
     from spanloop.pipeline.assembly.tree import Tree
 
-__all__ = ["TURN", "merge_turns"]
+__all__ = ["TURN", "merge_turns", "place_of"]
 
 TURN = "turn"
 """Kind that a later run of an agent gets in the tree: it is no agent of its own."""
+_STEPS = 8
+"""Spans that say nothing between an agent and its place; more are looked at no further."""
+
+
+def place_of(tree: Tree, i: int) -> int:
+    """The operation that ``i`` stands below, spans that say nothing left out; -1: none."""
+    above = tree.parent[i]
+    for _ in range(_STEPS):
+        if above < 0 or tree.ops[above].kind != "unknown":
+            break
+        above = tree.parent[above]
+    return above
 
 
 def merge_turns(tree: Tree) -> None:
@@ -34,9 +46,10 @@ def merge_turns(tree: Tree) -> None:
         if op.instance:
             groups[("instance", op.instance)].append(i)
             continue
-        above = tree.ops[tree.parent[i]] if tree.parent[i] >= 0 else None
-        if above is None or not op.agent:
+        place = place_of(tree, i)
+        if place < 0 or not op.agent:
             continue
+        above = tree.ops[place]
         if above.run is not None and above.run.engine:
             groups[("node", above.trace_id, above.span_id, folded(op.agent))].append(i)
         elif above.kind == "workflow":
