@@ -127,6 +127,8 @@ class Store:
         self._uses: dict[str, int] = {}
         self._newest: dict[str, str] = {}
         self._writes: dict[str, bytes | None] = {}
+        self._changed: dict[str, None] = {}
+        """Keys of the held that changed, to be written as they are in the end."""
 
     # ------------------------------------------------------------ persistence
 
@@ -159,6 +161,10 @@ class Store:
     def take_writes(self) -> dict[str, bytes | None]:
         """Changed entries since the last call."""
         writes, self._writes = self._writes, {}
+        for key in self._changed:
+            item = self.held.get(key)
+            writes[f"held/{key}"] = None if item is None else _pack.encode(item)
+        self._changed = {}
         return writes
 
     def replace(self, item: Held) -> None:
@@ -170,7 +176,7 @@ class Store:
         self.held[item.key] = item
         if item.dirty:
             self._marked[item.key] = None
-        self._writes[f"held/{item.key}"] = _pack.encode(item)
+        self._changed[item.key] = None
 
     # ------------------------------------------------------------ orchestrations
 
@@ -242,7 +248,7 @@ class Store:
         item = self.held.get(key)
         if item is not None and item.dirty != dirty:
             item = self.held[key] = msgspec.structs.replace(item, dirty=dirty)
-            self._writes[f"held/{key}"] = _pack.encode(item)
+            self._changed[key] = None
         if dirty:
             self._marked[key] = None
 
@@ -270,7 +276,7 @@ class Store:
                 if self._owner.get(target) == key:
                     del self._owner[target]
             self._count_use(item, -1)
-            self._writes[f"held/{key}"] = None
+            self._changed[key] = None
         for target in wanted:
             if target in self._owner:
                 continue
@@ -485,7 +491,7 @@ class Store:
                 self._drop_feedback(target)
         del self.held[key]
         self._count_use(item, -1)
-        self._writes[f"held/{key}"] = None
+        self._changed[key] = None
 
     def _drop_feedback(self, target: str) -> None:
         if self._feedback.pop(target, None) is not None:

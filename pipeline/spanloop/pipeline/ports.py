@@ -63,6 +63,8 @@ class LogRecord(msgspec.Struct, frozen=True):
     appended_ns: int
     """Processing time of the append; never part of any content."""
     partition: int = 0
+    event: Event | None = None
+    """What ``value`` decodes to, where the reader knows it already."""
 
     @property
     def source(self) -> str:

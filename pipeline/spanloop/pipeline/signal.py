@@ -214,7 +214,7 @@ class SignalStage:
         self._contents = {}
         for record in records:
             try:
-                self._touch(decode(record.value), now_ns, dirty)
+                self._touch(record.event or decode(record.value), now_ns, dirty)
             except SchemaError as exc:
                 events.append(dead_letter(record, exc.message))
         return self._finished(events, dirty, now_ns)

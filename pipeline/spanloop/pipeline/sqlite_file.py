@@ -37,7 +37,7 @@ CHECKPOINT_BYTES = 32 * 2**20
 """The write-ahead log is copied into the database when it holds more than this, and then begun anew in place; only a file
 that one commit made four times as large is cut."""
 CACHE_KIB = 32 * 1024
-"""Pages that each connection keeps: the indexes' leaves, which ids hit at random."""
+"""Pages that the writer keeps: the indexes' leaves, which ids hit at random."""
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS records (
@@ -134,6 +134,7 @@ class SqliteFile:
             ) from exc
         try:
             self._writer = self._connect()
+            self._writer.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
             self._reader = self._connect()
             self._prepare()
         except (sqlite3.Error, SpanloopError) as exc:
@@ -155,7 +156,6 @@ class SqliteFile:
         self._connections.append(connection)
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA wal_autocheckpoint = 0")
-        connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
         return connection
 
     def _prepare(self) -> None:

@@ -129,7 +129,7 @@ class ValueStage:
         events: list[Any] = []
         for record in records:
             try:
-                event = decode(record.value)
+                event = record.event or decode(record.value)
             except SchemaError as exc:
                 events.append(dead_letter(record, exc.message))
                 continue

@@ -29,6 +29,7 @@ from spanloop.pipeline.ports import (
     output_records,
 )
 from spanloop.pipeline.runtimes.folding import fold, is_cornered, where
+from spanloop.pipeline.runtimes.passing import Passing
 from spanloop.schemas.errors import SpanloopError, TerminalError, TransientError
 
 __all__ = ["EmbeddedRuntime", "StageMetrics", "run_to_end"]
@@ -94,6 +95,7 @@ class EmbeddedRuntime:
         self._state = state
         self._clock = clock
         self._batch_max = batch_max
+        self._passing = Passing(stage.topics for stage in stages)
         self._attempts = attempts
         self._stop = threading.Event()
 
@@ -153,7 +155,7 @@ class EmbeddedRuntime:
         runner.metrics.lag_ms = max(0.0, (now_ns - records[0].appended_ns) / 1e6) if behind else 0.0
         horizon_ns = min(now_ns, records[-1].appended_ns) if behind else now_ns
         if records:
-            self._fold(runner, records, now_ns)
+            self._fold(runner, self._passing.attach(records), now_ns)
         fired = self._tick(runner, horizon_ns) if _due(runner.stage, horizon_ns) else 0
         return len(records) + fired
 
@@ -188,6 +190,7 @@ class EmbeddedRuntime:
             runner,
             lambda: self._state.commit(name, writes=output.writes, offsets=offsets, outputs=outputs),
         )
+        self._passing.put(output.events, outputs)
         runner.offsets.update(offsets)
         runner.metrics.commits += 1
         runner.metrics.events += len(outputs)
