@@ -63,8 +63,22 @@ decision_type cost_usd status_code input_token_count output_token_count cached_t
 tool_token_count interaction.sequence interaction.duration_ms query_source terminal.type app.version originator
 gen_ai.guardrail.result.type gen_ai.guardrail.component.name gen_ai.guardrail.policy.id guardrail.component.name
 ai.telemetry.functionId ai.response.msToFinish
-service.name service.version service.namespace service.instance.id deployment.environment
+mlflow.experiment_id service.name service.version service.namespace service.instance.id deployment.environment
 deployment.environment.name deployment.name telemetry.sdk.language telemetry.sdk.name telemetry.sdk.version
+openai_agents.span_type openai_agents.name openai_agents.tools openai_agents.handoffs openai_agents.output_type
+openai_agents.server openai_agents.from_agent openai_agents.to_agent openai_agents.triggered
+openai_agents.sdk_span_type openai_agents.agent_name openai_agents.turn
+event_log.format event_log.type event_log.agent event_log.to event_log.tool event_log.status event_log.mode
+event_log.triggered event_log.key event_log.turn event_log.turns event_log.harness
+event_log.edges.src event_log.edges.dst event_log.edges.type
+survey.place survey.events survey.edges survey.id survey.t survey.type survey.agent survey.role survey.from survey.to
+survey.tool survey.content_ref survey.trusted survey.spanloop_type survey.confidence survey.rule survey.status
+survey.triggered survey.mode survey.call_id survey.trace_id survey.task_id survey.system survey.topology
+survey.rewards.team survey.rewards.individual survey.rewards.role survey.rewards.process survey.rewards.tool
+survey.rewards.debate survey.rewards.verifier survey.rewards.orchestration survey.rewards.hybrid survey.rewards.safety
+survey.costs.tokens survey.costs.wall_clock_s survey.costs.tool_calls survey.costs.messages
+survey.metrics.task_success survey.metrics.parallelism_efficiency survey.metrics.protocol_overhead
+survey.metrics.error_amplification
 process.pid process.runtime.name process.runtime.version os.type thread.id
 """
 _KEEP_PREFIX = (

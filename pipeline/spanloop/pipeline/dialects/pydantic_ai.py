@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from spanloop.pipeline.dialects import genai
 from spanloop.pipeline.dialects.fields import argument_hashes, text
 from spanloop.pipeline.dialects.operation import Operation, ToolFacts
@@ -19,6 +21,9 @@ __all__ = ["NAME", "matches", "read"]
 
 NAME = "pydantic_ai"
 
+_TASKS = ("pydantic_ai.all_messages", "all_messages_events")
+_RUN_MARKS = frozenset({*_TASKS, "final_result"})
+"""Attributes of an agent's run, which had no operation name before convention 3."""
 _OUTPUT_MESSAGE = "running output function"
 _DEFAULT_OUTPUT_TOOL = "final_result"
 
@@ -32,8 +37,10 @@ def matches(span: Span) -> bool:
 
 def read(span: Span) -> Operation:
     """A GenAI operation with pydantic-ai's tool roles and agent tasks."""
-    tasks = ("pydantic_ai.all_messages", "all_messages_events")
-    return Operation(**genai.read_fields(span, _tool_facts, tasks))
+    if "gen_ai.operation.name" not in span.attributes and not _RUN_MARKS.isdisjoint(span.attributes):
+        run = {**span.attributes, "gen_ai.operation.name": "invoke_agent"}
+        span = msgspec.structs.replace(span, attributes=run)
+    return Operation(**genai.read_fields(span, _tool_facts, _TASKS))
 
 
 def _tool_facts(span: Span) -> ToolFacts:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from spanloop.pipeline.formats import openai_agents, otlp
+from spanloop.pipeline.formats import langfuse, openai_agents, otlp, phoenix, survey, tau_bench, who_and_when
 from spanloop.pipeline.formats.values import Read
 from spanloop.pipeline.otlp.decode_json import parse_json
 from spanloop.pipeline.otlp.decoded import MAX_NESTING, BadSpanError, Rejected
@@ -33,7 +33,7 @@ class Format(Protocol):
         ...
 
 
-FORMATS: tuple[Format, ...] = (openai_agents,)
+FORMATS: tuple[Format, ...] = (openai_agents, phoenix, langfuse, tau_bench, who_and_when, survey)
 """All but OTLP, in order."""
 NAMES = ("otlp", *(f.NAME for f in FORMATS))
 _WRAPPERS = ("data", "spans", "traces", "resourceLogs")
@@ -66,6 +66,9 @@ def read_json(body: bytes, wanted: str = "", max_nesting: int = MAX_NESTING) -> 
             one = Read([], [Rejected(str(exc), _bytes(item, value, body), exc.kind)])
         except RecursionError:
             one = Read([], [Rejected("nested too deep", _bytes(item, value, body), "nesting")])
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
+            reason = f"its values are not of the kinds that its format has ({type(exc).__name__}: {exc})"
+            one = Read([], [Rejected(reason[:500], _bytes(item, value, body), "type")])
         found.spans += one.spans
         found.rejected += one.rejected
         found.feedback = [*found.feedback, *one.feedback]

@@ -15,13 +15,26 @@ from spanloop.pipeline.otlp.decoded import FLAGS, BadSpanError, DecodedBatch, ch
 from spanloop.schemas.canonical import canonical_json, digest
 from spanloop.schemas.ids import is_hex_id
 
-__all__ = ["Read", "either", "flagged", "json_text", "plain", "span_id", "time_ns", "trace_id", "words"]
+__all__ = [
+    "Read",
+    "channel",
+    "either",
+    "flagged",
+    "json_text",
+    "parsed",
+    "plain",
+    "span_id",
+    "time_ns",
+    "trace_id",
+    "words",
+]
 
 _DEPTH = 64
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ISO = re.compile(
     r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d{1,9})\d*)?\s*(Z|z|UTC|[+-]\d\d:?\d\d(?::?\d\d)?)?\Z"
 )
+_NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _UNITS = ((10**11, 10**9), (10**14, 10**6), (10**17, 10**3))
 """Numbers below the first are in a unit of so many ns: seconds, milliseconds, microseconds; larger ones are ns."""
@@ -104,6 +117,17 @@ def _number(raw: Any) -> int:
         raise TypeError
     unit = next((unit for limit, unit in _UNITS if abs(raw) < limit), 1)
     return raw * unit if isinstance(raw, int) else round(raw * unit)
+
+
+def channel(raw: Any, tool: str) -> str:
+    """Name of a score's channel, at most 64 letters. "outcome" is the team's reward, which only a scorer of ours gives: a
+    score that another tool calls so is that tool's.
+
+    >>> channel("tone of voice", "phoenix"), channel("outcome", "phoenix")
+    ('tone_of_voice', 'phoenix.outcome')
+    """
+    text = "".join(c if c in _NAME else "_" for c in words(raw))[:64] or "score"
+    return f"{tool}.outcome" if text == "outcome" else text
 
 
 def plain(value: Any, flags: list[str], where: str, depth: int = _DEPTH) -> Any:
