@@ -1,9 +1,9 @@
 """The gateway process: an OpenAI-compatible proxy that routes by policy version and records each call as a span.
 
-Place: agents' chat requests come in here, go to serving (or another upstream) over HTTP, and reach the log as GenAI
-spans. It follows the ``policies`` topic for routing. Invariants: a client never waits for the log; a request for the
-policy alias is served by the version that ``routing`` chooses, other models pass through unchanged; what a client did
-not ask for is not in its answer; only OpenAI's routes are exposed, none of serving's control routes.
+Place: agents' requests come in here, go to serving (or another upstream) over HTTP, and reach the log as GenAI spans, by way of a
+spool on disk. It follows the ``policies`` topic for routing. Invariants: a client never waits for the log, and is answered while it
+is away; a request for the policy alias is served by the version that ``routing`` chooses, other models pass through unchanged; what
+a client did not ask for is not in its answer; only OpenAI's routes are exposed, none of serving's control routes.
 Run: ``python -m spanloop.collectors.gateway [--config TOML]``.
 """
 
@@ -13,7 +13,8 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,21 @@ from aiohttp import web
 
 from spanloop.collectors.auth import Authenticator, AuthError
 from spanloop.collectors.gateway_call import Call, GatewayError, bad_request, read_call
+from spanloop.collectors.gateway_chains import Chains, Given
 from spanloop.collectors.gateway_follow import Follower
 from spanloop.collectors.gateway_metrics import GatewayMetrics
-from spanloop.collectors.gateway_record import CallRecord, Redact, call_event
+from spanloop.collectors.gateway_record import Redact, call_event
 from spanloop.collectors.gateway_recorder import Recorder
-from spanloop.collectors.gateway_tokens import ask_for_tokens
+from spanloop.collectors.gateway_routes import PASSED, PREFIXES, extra_route
+from spanloop.collectors.gateway_shapes import SHAPES, Shape
+from spanloop.collectors.gateway_spool import Spool
+from spanloop.collectors.gateway_targets import Target, Targets
 from spanloop.collectors.gateway_upstream import Upstream
 from spanloop.collectors.routing import Router
-from spanloop.collectors.untyped import the_map
+from spanloop.collectors.untyped import text, the_map
 from spanloop.pipeline.clock import SystemClock
 from spanloop.pipeline.ports import Clock, Log
-from spanloop.schemas.canonical import digest
-from spanloop.schemas.errors import TerminalError
+from spanloop.schemas.errors import TerminalError, TransientError
 from spanloop.schemas.ids import policy_name
 from spanloop.schemas.settings import Settings
 
@@ -41,6 +45,7 @@ __all__ = ["Gateway", "main"]
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
+_model_of = msgspec.json.Decoder(dict[str, Any]).decode
 
 MAX_BODY_BYTES = 32 * 2**20
 CLIENT_GONE = 499
@@ -57,6 +62,8 @@ class Gateway:
         clock: Times of the spans.
         redact: What stays of a span where content is off; None: no messages at all.
         key: Secret of the hashes that stand for prompts and conversations.
+        spools: Where calls wait for the log; the first is ours. None: in memory.
+        kept: File of the last known routing.
     """
 
     def __init__(
@@ -67,13 +74,15 @@ class Gateway:
         clock: Clock | None = None,
         redact: Redact | None = None,
         key: bytes = b"",
+        spools: Sequence[Spool] = (),
+        kept: Path | None = None,
     ) -> None:
         self.settings = settings
         self._key = key
         self._authenticator = Authenticator(settings)
         self._clock = clock or SystemClock()
         self.router = Router(settings.gateway.policy, time.monotonic)
-        self.follower = Follower(log, self.router)
+        self.follower = Follower(log, self.router, kept=kept)
         self.recorder = Recorder(
             log,
             lambda record: call_event(
@@ -83,24 +92,35 @@ class Gateway:
                 max_attribute_bytes=settings.collector.max_attribute_bytes,
             ),
             queue_max=settings.gateway.queue_max,
+            spools=spools,
         )
         self.metrics = GatewayMetrics()
+        self.targets = Targets(settings)
+        self.chains = Chains(private=len({c.tenant for c in settings.credentials}) > 1)
         self._version = re.compile(re.escape(settings.gateway.policy) + r"@v[0-9]{1,9}\Z")
         self._upstream: Upstream | None = None
 
     def application(self) -> web.Application:
-        """The aiohttp application; start-up reads the routing there is, clean-up flushes the records."""
+        """The aiohttp application; start-up reads the routing there is, clean-up flushes the records. Raises ConfigError."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._finish])
-        for prefix in ("", "/sessions/{session}"):
-            app.router.add_post(prefix + "/v1/chat/completions", self.chat)
+        extra = [
+            (method, extra_route(path))
+            for path in self.settings.gateway.passthrough
+            for method in ("GET", "POST")
+        ]
+        for prefix in PREFIXES:
+            for shape in SHAPES.values():
+                app.router.add_post(f"{prefix}/v1{shape.path}", partial(self.call, shape))
             app.router.add_get(prefix + "/v1/models", self.models)
+            for method, path in (*PASSED, *extra):
+                app.router.add_route(method, prefix + path, self.passed)
         app.router.add_get("/healthz", self.healthz)
         app.router.add_get("/metrics", self.metrics_text)
         app.cleanup_ctx.append(self._running)
         return app
 
     async def _running(self, _: web.Application) -> AsyncIterator[None]:
-        self._upstream = Upstream(self.settings)
+        self._upstream = Upstream(self.settings, self.targets)
         await asyncio.to_thread(self.follower.start)
         self.recorder.start()
         yield
@@ -117,17 +137,34 @@ class Gateway:
 
     # ------------------------------------------------------------ routes
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/chat/completions, also below /sessions/ID."""
+    async def call(self, shape: Shape, request: web.Request) -> web.StreamResponse:
+        """POST /v1/chat/completions, /v1/responses and /v1/completions, also below /sessions/ID."""
         start_ns = self._clock.now_ns()
         tenant = self._tenant(request)
-        call = read_call(request, tenant, await request.read(), start_ns=start_ns, key=self._key)
+        data = await request.read()
+        call = read_call(
+            request, shape, tenant, data, start_ns=start_ns, key=self._key, target=self.targets.own
+        )
         request[_CALL] = call
+        self._go_on(call)
         self._plan(call)
+        self.recorder.begin()
         return await self.upstream.relay(request, call)
 
+    async def passed(self, request: web.Request) -> web.StreamResponse:
+        """Routes that go on unchanged and are not recorded."""
+        tenant = self._tenant(request)
+        data = await request.read()
+        target, base = self.targets.own, ""
+        if response_id := request.match_info.get("response_id"):
+            target, base = self._holder(tenant, response_id)
+        elif model := request.match_info.get("model") or _named_model(data):
+            target = self.targets.of(model)
+        path = request.path
+        return await self.upstream.forward(request, target, path[path.index("/v1/") + 3 :], data, base)
+
     async def models(self, request: web.Request) -> web.Response:
-        """GET /v1/models: the policy alias and what the upstream has."""
+        """GET /v1/models: the policy alias and what the upstreams have."""
         alias = self.settings.gateway.policy
         routing = self.router.routing(self._tenant(request))
         cards: list[Any] = []
@@ -140,46 +177,81 @@ class Gateway:
         return _json({"object": "list", "data": cards})
 
     async def healthz(self, _: web.Request) -> web.Response:
-        """GET /healthz: 200 while the process serves; says whether there is a routing and what waits."""
+        """GET /healthz: 200 while the process serves; says whether there is a routing, what waits and what was lost."""
         routing = self.router.routing(self.settings.tenant)
         champion = None if routing is None else policy_name(self.settings.gateway.policy, routing.champion)
-        return _json(
-            {
-                "status": "ok",
-                "champion": champion,
-                "queue": self.recorder.depth,
-                "lost": self.recorder.num_lost,
-            }
-        )
+        recorder = self.recorder
+        told: dict[str, Any] = {
+            "status": "ok",
+            "champion": champion,
+            "queue": recorder.waiting,
+            "lost": recorder.num_lost,
+        }
+        if recorder.num_lost:
+            told["lost_by_reason"] = dict(sorted(recorder.lost.items()))
+        if recorder.log_fails or self.follower.from_file:
+            told["log"] = (
+                "away: calls wait on the spool" if recorder.spooled else "away: calls wait in memory"
+            )
+        return _json(told)
 
     async def metrics_text(self, _: web.Request) -> web.Response:
         """GET /metrics, Prometheus text."""
         recorder = self.recorder
         more = {
-            "spanloop_gateway_queue": ("gauge", "Calls that wait for the log.", recorder.depth),
+            "spanloop_gateway_queue": ("gauge", "Calls that wait for the log.", recorder.waiting),
+            "spanloop_gateway_queue_memory": ("gauge", "Of them, calls that wait in memory.", recorder.depth),
+            "spanloop_gateway_spool_bytes": ("gauge", "Size of the spool.", recorder.spool_bytes),
             "spanloop_gateway_recorded_total": ("counter", "Calls on the log.", recorder.num_recorded),
             "spanloop_gateway_lost_total": ("counter", "Calls never recorded.", recorder.num_lost),
             "spanloop_gateway_failed_appends_total": ("counter", "Appends the log refused.", recorder.num_failed_appends),
+            "spanloop_gateway_failed_writes_total": ("counter", "Writes the spool's disk refused.", recorder.num_failed_writes),
             "spanloop_gateway_failed_reads_total": ("counter", "Failed reads of routing.", self.follower.num_failed_reads),
             "spanloop_gateway_live_keys": ("gauge", "Conversations whose version is kept.", self.router.num_pins),
         }  # fmt: skip
-        return web.Response(text=self.metrics.text(more), content_type="text/plain")
+        return web.Response(text=self.metrics.text(more, recorder.lost), content_type="text/plain")
 
     # ------------------------------------------------------------ one call
 
     def _tenant(self, request: web.Request) -> str:
+        """The tenant of the credential: in X-Spanloop-Key where Authorization is the upstream's."""
+        key = request.headers.get("X-Spanloop-Key")
+        header = f"Bearer {key}" if key is not None else request.headers.get("Authorization")
         try:
-            return self._authenticator.check(request.headers.get("Authorization"), "spans").tenant
+            return self._authenticator.check(header, "spans").tenant
         except AuthError as exc:
             if exc.status == 403:
                 message = "this key's role may not ask the gateway; it needs role agent, scorer or admin"
                 raise GatewayError(403, message, kind="permission_error", code="forbidden") from exc
             raise GatewayError(401, exc.message, kind="authentication_error", code="invalid_api_key") from exc
 
+    def _go_on(self, call: Call) -> None:
+        """A request that names an earlier answer belongs to its conversation and its server. Raises GatewayError (404)."""
+        earlier = text(call.body.get("previous_response_id"))
+        if not earlier:
+            return
+        if not self.chains.may_ask(call.tenant, earlier):
+            raise _no_answer(earlier)
+        given = self.chains.get(call.tenant, earlier)
+        if given is not None:
+            call.upstream = given.url
+            if call.key.source not in ("session", "trace"):
+                call.key = given.key
+
+    def _holder(self, tenant: str, response_id: str) -> tuple[Target, str]:
+        """Who has an answer. Raises GatewayError (404) when it is another tenant's."""
+        if not self.chains.may_ask(tenant, response_id):
+            raise _no_answer(response_id)
+        given = self.chains.get(tenant, response_id)
+        if given is None:
+            return self.targets.own, ""
+        every = (self.targets.own, *self.targets.others)
+        return next(target for target in every if given.url in target.urls), given.url
+
     def _plan(self, call: Call) -> None:
-        """Choose the version and write the upstream's request. Raises GatewayError (503, 400)."""
+        """Choose version and server, and write the upstream's request. Raises GatewayError (503, 400)."""
         alias, model = self.settings.gateway.policy, call.body["model"]
-        exploration = 0.0
+        tokens = self.settings.content.training
         if model == alias:
             choice = self.router.route(call.tenant, call.key)
             if choice is None:
@@ -192,16 +264,19 @@ class Gateway:
                     retry_s=1,
                 )
             call.route, call.version = choice.route, policy_name(alias, choice.version)
-            exploration = choice.exploration
+            call.exploration = choice.exploration
         elif self._version.match(model):
             call.route, call.version = "pinned", model
         else:
-            return
-        if not isinstance(call.body.get("messages"), list):
+            call.target = self.targets.of(model)
+            if not (tokens and call.target.tokens):
+                return
+        if call.shape.name == "chat" and not isinstance(call.body.get("messages"), list):
             raise bad_request("`messages` must be a list")
-        asking, call.asked = ask_for_tokens(call.body, call.version, tokens=self.settings.content.training)
-        if exploration:
-            asking["vllm_xargs"] = {**the_map(asking.get("vllm_xargs")), "exploration": exploration}
+        asking, call.asked = call.shape.ask(call.body, call.version or model, tokens=tokens)
+        call.wants_tokens = tokens
+        if call.exploration:
+            asking["vllm_xargs"] = {**the_map(asking.get("vllm_xargs")), "exploration": call.exploration}
         call.data = _encode(asking)
 
     @web.middleware
@@ -220,33 +295,16 @@ class Gateway:
             self.metrics.observe(call.route if call else "none", status, time.perf_counter() - started)
 
     def _record(self, call: Call, status: int) -> None:
-        address, port = self.upstream.address(call)
         if status == CLIENT_GONE and not call.error:
             call.error = "client_disconnected"
         elif status >= 400 and not call.error:
             call.error = "gateway_failed"
-        self.recorder.put(
-            CallRecord(
-                tenant=call.tenant,
-                call_id=call.call_id,
-                request=call.body,
-                response=call.response,
-                route=call.route,
-                policy_version=call.version,
-                conversation=digest("conversation", self._key, call.key.value),
-                conversation_source=call.key.source,
-                harness=call.harness,
-                start_ns=call.start_ns,
-                end_ns=self._clock.now_ns(),
-                status=status,
-                error=call.error,
-                parent=call.parent,
-                task_key=call.task_key,
-                server_address=address,
-                server_port=port,
-                streamed=bool(call.body.get("stream")),
-            )
-        )
+        if found := call.response_id:
+            call.repeated = self.chains.is_repeated(found)
+            if call.shape.name == "responses":
+                self.chains.add(found, Given(call.tenant, call.key, call.version, call.upstream))
+        server = self.upstream.address(call)
+        self.recorder.put(call.record(status, end_ns=self._clock.now_ns(), key=self._key, server=server))
 
 
 async def _told(request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -270,6 +328,19 @@ async def _told(request: web.Request, handler: _Handler) -> web.StreamResponse:
     return reply
 
 
+def _no_answer(response_id: str) -> GatewayError:
+    message = f"Response with id '{response_id[:64]}' not found."
+    return GatewayError(404, message, kind="invalid_request_error", code="response_not_found")
+
+
+def _named_model(data: bytes) -> str:
+    """The model that a JSON body names; empty for any other."""
+    try:
+        return text(_model_of(data).get("model")) if data[:1] == b"{" else ""
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+
+
 def _json(body: Any) -> web.Response:
     return web.Response(body=_encode(body), content_type="application/json")
 
@@ -278,6 +349,8 @@ def main() -> None:
     """Run the process until SIGTERM or SIGINT."""
     import argparse
 
+    from spanloop.collectors.gateway_log import LateLog
+    from spanloop.collectors.gateway_spool import open_spools
     from spanloop.collectors.redaction import Redactor, workspace_key
     from spanloop.pipeline.log.open import open_log
     from spanloop.pipeline.process import serve
@@ -287,11 +360,25 @@ def main() -> None:
     parser.add_argument("--config", type=Path)
     settings = load_settings(parser.parse_args().config)
     settings.workspace.mkdir(parents=True, exist_ok=True)
-    log = open_log(settings)
+    log = LateLog(lambda: open_log(settings))
     key = workspace_key(settings)
     redactor = Redactor(settings.content, key)
-    gateway = Gateway(settings, log, redact=lambda span: redactor.span(span, trusted=True), key=key)
-    serve("gateway", gateway.application(), settings.gateway.host, settings.gateway.port)
+    root = Path(settings.gateway.spool) if settings.gateway.spool else settings.workspace / "spool"
+    size = int(settings.gateway.spool_mb * 2**20)
+    spools: Sequence[Spool] = ()
+    try:
+        spools = open_spools(root, max_bytes=size, fsync_s=settings.gateway.spool_fsync_s)
+    except TransientError as exc:
+        _log.error("%s. Calls wait in memory only.", exc.message)
+    gateway = Gateway(
+        settings,
+        log,
+        redact=lambda span: redactor.span(span, trusted=True),
+        key=key,
+        spools=spools,
+        kept=root / "routing.json",
+    )
+    serve("gateway", gateway.application(), settings.gateway.host, settings.gateway.port, cancel=True)
     log.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -10,9 +11,13 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from spanloop.collectors.gateway_record import CallRecord
+from spanloop.collectors.gateway_shapes import Shape
+from spanloop.collectors.gateway_targets import Target
 from spanloop.collectors.gateway_tokens import Asked
 from spanloop.collectors.harness import harness_fingerprint
 from spanloop.collectors.routing import StickyKey, parse_traceparent, sticky_key
+from spanloop.schemas.canonical import digest
 
 __all__ = ["Call", "GatewayError", "bad_request", "decode_json_body", "read_call"]
 
@@ -20,6 +25,8 @@ _decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
 _PROCESS = secrets.token_hex(8)
 _numbers = itertools.count()
+_TURN_TYPE = re.compile(r"[A-Za-z0-9_.\-:/ ]{1,64}")
+TASK_KEY_MAX = 256
 
 
 class GatewayError(Exception):
@@ -34,12 +41,15 @@ class GatewayError(Exception):
         self.code = code
         self.retry_s = retry_s
 
+    def body(self) -> bytes:
+        """OpenAI's error object."""
+        return _encode({"error": {"message": str(self), "type": self.kind, "param": None, "code": self.code}})
+
     def response(self) -> web.Response:
         """The HTTP answer."""
         headers = {"Retry-After": str(self.retry_s)} if self.retry_s is not None else {}
-        body = {"error": {"message": str(self), "type": self.kind, "param": None, "code": self.code}}
         return web.Response(
-            status=self.status, body=_encode(body), content_type="application/json", headers=headers
+            status=self.status, body=self.body(), content_type="application/json", headers=headers
         )
 
 
@@ -51,32 +61,83 @@ def bad_request(message: str) -> GatewayError:
 class Call:
     """What the record will say of a call, filled in as it becomes known."""
 
-    def __init__(self, tenant: str, body: dict[str, Any], data: bytes, key: StickyKey) -> None:
+    def __init__(
+        self, shape: Shape, tenant: str, body: dict[str, Any], data: bytes, *, key: StickyKey, target: Target
+    ) -> None:
+        self.shape = shape
         self.tenant = tenant
         self.body = body
         """The request as the client sent it; never changed."""
         self.data = data
         """The bytes for the upstream."""
         self.key = key
+        self.target = target
         self.call_id = f"{_PROCESS}{next(_numbers):016x}"
         self.route = "pass"
         self.version = ""
+        self.exploration = 0.0
         self.harness = ""
         self.parent: tuple[str, str] | None = None
         self.task_key = ""
+        self.turn_type = ""
         self.start_ns = 0
         self.asked: Asked | None = None
         """None: the answer goes back byte for byte."""
+        self.wants_tokens = False
+        """Token ids are asked for."""
         self.sent = False
         """It went to the upstream: it will be recorded."""
         self.upstream = ""
         """Base URL of the server that was asked."""
         self.response: Mapping[str, Any] | None = None
+        self.repeated = False
+        """Another call had the same response id."""
         self.error = ""
+
+    @property
+    def response_id(self) -> str:
+        """Id of the answer, empty without one."""
+        found = self.response.get("id") if self.response is not None else None
+        return found if isinstance(found, str) else ""
+
+    def record(self, status: int, *, end_ns: int, key: bytes, server: tuple[str, int]) -> CallRecord:
+        """What is recorded of it.
+
+        Args:
+            status: Towards the client.
+            end_ns: Now.
+            key: Secret of the workspace's hashes.
+            server: Host and port that answered.
+        """
+        return CallRecord(
+            tenant=self.tenant,
+            shape=self.shape.name,
+            call_id=self.call_id,
+            request=self.body,
+            response=self.response,
+            repeated=self.repeated,
+            route=self.route,
+            policy_version=self.version,
+            exploration=self.exploration,
+            asked_tokens=self.wants_tokens,
+            conversation=digest("conversation", key, self.key.value),
+            conversation_source=self.key.source,
+            harness=self.harness,
+            start_ns=self.start_ns,
+            end_ns=end_ns,
+            status=status,
+            error=self.error,
+            parent=self.parent,
+            task_key=self.task_key,
+            turn_type=self.turn_type,
+            server_address=server[0],
+            server_port=server[1],
+            streamed=bool(self.body.get("stream")),
+        )
 
 
 def decode_json_body(data: bytes) -> dict[str, Any]:
-    """A chat request's body. Raises GatewayError (400)."""
+    """A request's body. Raises GatewayError (400)."""
     try:
         body = _decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
@@ -86,20 +147,46 @@ def decode_json_body(data: bytes) -> dict[str, Any]:
     return body
 
 
-def read_call(request: web.Request, tenant: str, data: bytes, *, start_ns: int, key: bytes) -> Call:
-    """A call from its request; ``key``: secret of the workspace's hashes. Raises GatewayError (400)."""
+def read_call(
+    request: web.Request,
+    shape: Shape,
+    tenant: str,
+    data: bytes,
+    *,
+    start_ns: int,
+    key: bytes,
+    target: Target,
+) -> Call:
+    """A call from its request. Raises GatewayError (400).
+
+    Args:
+        request: Its headers and path say the session, the trace context, the turn.
+        shape: Which API.
+        tenant: Of the credential.
+        data: The body.
+        start_ns: When it came.
+        key: Secret of the workspace's hashes.
+        target: Who answers where nothing else is decided.
+    """
     body = decode_json_body(data)
-    parent = parse_traceparent(request.headers.get("traceparent"))
+    view = shape.request_view(body)
+    headers = request.headers
+    parent = parse_traceparent(headers.get("traceparent"))
+    session = (
+        request.match_info.get("session") or headers.get("X-Session-Id") or headers.get("X-Spanloop-Session")
+    )
     sticky = sticky_key(
-        session=request.match_info.get("session") or request.headers.get("X-Session-Id"),
+        session=session,
         trace_id=parent[0] if parent else None,
         user=body.get("user"),
-        messages=body.get("messages"),
+        messages=view.get("messages"),
     )
-    call = Call(tenant, body, data, sticky)
+    call = Call(shape, tenant, body, data, key=sticky, target=target)
     call.parent = parent
-    call.task_key = request.headers.get("X-Task-Key", "")[:256]
+    call.task_key = headers.get("X-Task-Key", "")[:TASK_KEY_MAX]
+    turn = headers.get("X-Turn-Type", "")
+    call.turn_type = turn if _TURN_TYPE.fullmatch(turn) else ""
     call.start_ns = start_ns
-    runtime = request.headers.get("X-Harness-Runtime") or request.headers.get("User-Agent", "")
-    call.harness = harness_fingerprint(body, runtime=runtime, key=key)
+    runtime = headers.get("X-Harness-Runtime") or headers.get("User-Agent", "")
+    call.harness = harness_fingerprint(view, runtime=runtime, key=key)
     return call

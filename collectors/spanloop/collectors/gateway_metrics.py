@@ -25,8 +25,10 @@ class GatewayMetrics:
         self._seconds[bisect_left(BUCKETS_S, seconds)] += 1
         self._sum_s += seconds
 
-    def text(self, gauges: Mapping[str, tuple[str, str, float]]) -> str:
-        """Prometheus exposition; ``gauges`` adds name -> (type, help, value)."""
+    def text(
+        self, gauges: Mapping[str, tuple[str, str, float]], lost: Mapping[str, int] | None = None
+    ) -> str:
+        """Prometheus exposition; ``gauges`` adds name -> (type, help, value), ``lost`` the calls lost by reason."""
         lines = [
             "# HELP spanloop_gateway_requests_total Finished requests.",
             "# TYPE spanloop_gateway_requests_total counter",
@@ -45,6 +47,15 @@ class GatewayMetrics:
             lines.append(f'spanloop_gateway_request_seconds_bucket{{le="{bound}"}} {total}')
         lines.append(f"spanloop_gateway_request_seconds_sum {self._sum_s:.6f}")
         lines.append(f"spanloop_gateway_request_seconds_count {total}")
+        if lost is not None:
+            lines += [
+                "# HELP spanloop_gateway_lost_calls_total Calls never recorded, by reason.",
+                "# TYPE spanloop_gateway_lost_calls_total counter",
+            ]
+            lines += [
+                f'spanloop_gateway_lost_calls_total{{reason="{reason}"}} {count}'
+                for reason, count in sorted(lost.items())
+            ]
         for name, (kind, about, value) in gauges.items():
             lines += [f"# HELP {name} {about}", f"# TYPE {name} {kind}", f"{name} {value:g}"]
         return "\n".join(lines) + "\n"

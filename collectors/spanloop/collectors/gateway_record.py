@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from spanloop.collectors.gateway_shapes import CHAT, SHAPES
 from spanloop.collectors.gateway_tokens import call_tokens, is_greedy
 from spanloop.collectors.limits import cut_span
 from spanloop.collectors.untyped import maps, number, text, the_map
@@ -36,9 +37,9 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
     call_id: str
     """Names the call where there is no response id."""
     request: Mapping[str, Any]
-    """The chat request as the client sent it."""
+    """The request as the client sent it."""
     response: Mapping[str, Any] | None
-    """The chat.completion object as the server sent it; None: no usable answer."""
+    """The answer as the server sent it; None: no usable answer."""
     route: str
     """champion, learning, canary, pinned (the client named a version) or pass (another model)."""
     policy_version: str
@@ -59,6 +60,31 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
     server_address: str = ""
     server_port: int = 0
     streamed: bool = False
+    shape: str = "chat"
+    """Which API: one of ``gateway_shapes.SHAPES``."""
+    repeated: bool = False
+    """Another call had the same response id: this one is told apart by ``call_id``."""
+    exploration: float = 0.0
+    """Floor that the server was asked for."""
+    asked_tokens: bool = True
+    """Token ids were asked for."""
+    turn_type: str = ""
+    """What the client said in X-Turn-Type."""
+
+
+_SAMPLING = {
+    "temperature": "gen_ai.request.temperature",
+    "top_p": "gen_ai.request.top_p",
+    "top_k": "gen_ai.request.top_k",
+    "seed": "gen_ai.request.seed",
+    "frequency_penalty": "gen_ai.request.frequency_penalty",
+    "presence_penalty": "gen_ai.request.presence_penalty",
+    "n": "gen_ai.request.choice.count",
+    "min_p": "spanloop.request.min_p",
+    "min_tokens": "spanloop.request.min_tokens",
+    "repetition_penalty": "spanloop.request.repetition_penalty",
+}
+"""Sampling parameters of a request and the attributes that keep them."""
 
 
 def call_event(
@@ -72,21 +98,24 @@ def call_event(
         redact: Applied to the span when ``content`` is False; None leaves messages out altogether.
         max_attribute_bytes: A longer text is cut and flagged, as the receiver does it.
     """
-    response = record.response or {}
+    shape = SHAPES.get(record.shape, CHAT)
+    request = shape.request_view(record.request)
+    response = shape.response_view(record.response) if record.response else {}
     response_id = text(response.get("id"))
-    identity = response_id or record.call_id
+    identity = f"{response_id}/{record.call_id}" if record.repeated else response_id or record.call_id
     trace_id, parent_span_id = record.parent or (gateway_trace_id(identity), None)
-    attributes = _attributes(record, response, response_id)
+    attributes = _attributes(record, request, response, response_id)
+    attributes["gen_ai.operation.name"] = shape.operation
     if content:
-        attributes |= _token_attributes(record, response)
+        attributes |= _token_attributes(record, request, response)
     if content or redact is not None:
-        attributes |= _messages(record.request, response)
+        attributes |= _messages(request, response)
     failed = record.status >= 400 or bool(record.error)
     span = Span(
         trace_id=trace_id,
         span_id=gateway_span_id(identity),
         parent_span_id=parent_span_id,
-        name=f"chat {text(record.request.get('model'))}".rstrip(),
+        name=f"{shape.operation} {text(request.get('model'))}".rstrip(),
         kind=CLIENT,
         start_ns=record.start_ns,
         end_ns=record.end_ns,
@@ -102,47 +131,57 @@ def call_event(
     return SpansReceived(tenant=record.tenant, trace_id=trace_id, spans=(span,), source="gateway")
 
 
-def _attributes(record: CallRecord, response: Mapping[str, Any], response_id: str) -> dict[str, Any]:
-    request, usage = record.request, the_map(response.get("usage"))
+def _attributes(
+    record: CallRecord, request: Mapping[str, Any], response: Mapping[str, Any], response_id: str
+) -> dict[str, Any]:
+    usage = the_map(response.get("usage"))
     finish = [text(choice.get("finish_reason")) for choice in maps(response.get("choices"))]
     found: dict[str, Any] = {
-        "gen_ai.operation.name": "chat",
         "gen_ai.request.model": text(request.get("model")),
         "gen_ai.response.model": text(response.get("model")),
         "gen_ai.response.id": response_id,
         "gen_ai.response.finish_reasons": [reason for reason in finish if reason],
         "gen_ai.usage.input_tokens": number(usage.get("prompt_tokens")),
         "gen_ai.usage.output_tokens": number(usage.get("completion_tokens")),
-        "gen_ai.request.temperature": number(request.get("temperature")),
-        "gen_ai.request.top_p": number(request.get("top_p")),
         "gen_ai.request.max_tokens": number(request.get("max_completion_tokens", request.get("max_tokens"))),
-        "gen_ai.request.seed": number(request.get("seed")),
         "gen_ai.request.stream": True if record.streamed else None,
         "server.address": record.server_address,
         "server.port": record.server_port or None,
+        "spanloop.api": "" if record.shape == "chat" else record.shape,
         "spanloop.policy.version": record.policy_version,
         "spanloop.policy.route": record.route,
+        "spanloop.policy.exploration": record.exploration or None,
         "spanloop.harness": record.harness,
         "spanloop.conversation": record.conversation,
         "spanloop.conversation.source": record.conversation_source,
         "spanloop.task.key": record.task_key,
+        "spanloop.turn.type": record.turn_type,
+        "spanloop.response_id.repeated": True if record.repeated else None,
     }
+    for name, attribute in _SAMPLING.items():
+        found[attribute] = number(request.get(name))
     if record.status >= 400 or record.error:
         found["http.response.status_code"] = record.status
         found["error.type"] = record.error or str(record.status)
     return {name: value for name, value in found.items() if value not in ("", None, [])}
 
 
-def _token_attributes(record: CallRecord, response: Mapping[str, Any]) -> dict[str, Any]:
-    if not record.policy_version or not response:
+def _token_attributes(
+    record: CallRecord, request: Mapping[str, Any], response: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Token ids and log-probabilities; where the backend gave none, that is said: nothing may be imputed."""
+    if not response or record.status >= 400:
         return {}
-    tokens = call_tokens(response, greedy=is_greedy(record.request))
+    if not record.asked_tokens:
+        return {"spanloop.backend_gave_none": True}
+    tokens = call_tokens(response, greedy=is_greedy(request))
     found: dict[str, Any] = {
         "spanloop.prompt_token_ids": list(tokens.prompt_ids),
         "spanloop.response_token_ids": list(tokens.response_ids),
         "spanloop.response_logprobs": list(tokens.logprobs),
         "spanloop.menus": [[list(option) for option in menu] for menu in tokens.menus],
         "spanloop.tokens.problem": tokens.problem,
+        "spanloop.backend_gave_none": tokens.gave_none,
     }
     return {name: value for name, value in found.items() if value}
 

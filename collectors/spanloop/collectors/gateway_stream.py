@@ -2,43 +2,70 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from spanloop.collectors.untyped import maps, number, text, the_map
 
-__all__ = ["ChunkFolder", "SseSplitter", "event_data"]
+__all__ = ["ChunkFolder", "SseSplitter", "event_data", "plain", "with_data"]
 
 EVENT_BYTES_MAX = 16 * 2**20
 """A longer event is an error of the upstream."""
+_BLANK = re.compile(rb"\r?\n\r?\n")
 TOOL_CALLS_MAX = 1024
 """Tool calls of one message that are recorded."""
 
 
 class SseSplitter:
-    """Bytes in any pieces to whole events (without their blank line)."""
+    """Bytes in any pieces to whole events."""
 
     def __init__(self) -> None:
         self._buffer = b""
+        self._seen = 0
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Events that are complete with these bytes. Raises ValueError when one grows beyond all measure."""
+        """Events that are complete with these bytes, without their blank line. Raises ValueError when one grows beyond all
+        measure."""
+        return [plain(event) for event in self.feed_raw(data) if event.strip()]
+
+    def feed_raw(self, data: bytes) -> list[bytes]:
+        """Events that are complete with these bytes, each with its blank line, byte for byte. Raises ValueError as ``feed``."""
         self._buffer += data
-        if b"\r" in self._buffer:
-            self._buffer = self._buffer.replace(b"\r\n", b"\n")
-        *events, self._buffer = self._buffer.split(b"\n\n")
-        if len(self._buffer) > EVENT_BYTES_MAX:
+        events = []
+        at = 0
+        for end in _BLANK.finditer(self._buffer, max(0, self._seen - 3)):
+            events.append(self._buffer[at : end.end()])
+            at = end.end()
+        self._buffer = self._buffer[at:]
+        self._seen = len(self._buffer)
+        if self._seen > EVENT_BYTES_MAX:
             raise ValueError(f"an event of the stream has more than {EVENT_BYTES_MAX} bytes")
-        return [event for event in events if event]
+        return events
 
     def rest(self) -> bytes:
         """What came after the last whole event."""
-        rest, self._buffer = self._buffer, b""
+        rest, self._buffer, self._seen = self._buffer, b"", 0
         return rest
+
+
+def plain(event: bytes) -> bytes:
+    """An event with line feeds only, without its blank line."""
+    return event.replace(b"\r\n", b"\n").strip(b"\n")
+
+
+def with_data(event: bytes, data: bytes) -> bytes:
+    """An event with other data; its further fields stay.
+
+    >>> with_data(b"event: a\\ndata: {}\\n\\n", b"[]")
+    b'event: a\\ndata: []\\n\\n'
+    """
+    kept = [line for line in plain(event).split(b"\n") if not line.startswith(b"data:")]
+    return b"".join(line + b"\n" for line in kept) + b"data: " + data + b"\n\n"
 
 
 def event_data(event: bytes) -> bytes | None:
     """The data of an event; None for comments and other fields."""
-    lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
+    lines = [line[5:].removeprefix(b" ") for line in plain(event).split(b"\n") if line.startswith(b"data:")]
     return b"\n".join(lines) if lines else None
 
 

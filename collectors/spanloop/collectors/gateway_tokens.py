@@ -20,6 +20,7 @@ __all__ = [
     "ask_for_tokens",
     "call_tokens",
     "is_greedy",
+    "shown_chat",
     "strip_choice",
     "strip_response",
 ]
@@ -48,6 +49,8 @@ class Asked(msgspec.Struct, frozen=True):
     token_ids: bool
     usage: bool
     """``stream_options.include_usage``."""
+    top_logprobs: Any = None
+    """Of a Responses request, which the answer repeats."""
 
 
 class CallTokens(msgspec.Struct, frozen=True):
@@ -58,6 +61,8 @@ class CallTokens(msgspec.Struct, frozen=True):
     logprobs: tuple[float, ...] = ()
     menus: tuple[tuple[tuple[int, float], ...], ...] = ()
     problem: str = ""
+    gave_none: bool = False
+    """The server gave no token ids, or none of their log-probabilities."""
 
 
 def ask_for_tokens(body: dict[str, Any], model: str, *, tokens: bool) -> tuple[dict[str, Any], Asked]:
@@ -101,6 +106,15 @@ def strip_response(response: dict[str, Any], asked: Asked) -> None:
         strip_choice(choice, asked)
 
 
+def shown_chat(response: dict[str, Any], asked: Asked) -> dict[str, Any]:
+    """The client's copy of a response or chunk; it shares what is not removed with the record's."""
+    copy = dict(response)
+    if isinstance(response.get("choices"), list):
+        copy["choices"] = [dict(c) if isinstance(c, dict) else c for c in response["choices"]]
+    strip_response(copy, asked)
+    return copy
+
+
 def is_greedy(request: Mapping[str, Any]) -> bool:
     """Whether the request's answer is not sampled.
 
@@ -124,13 +138,13 @@ def call_tokens(response: Mapping[str, Any], *, greedy: bool = False) -> CallTok
     prompt_ids = _ids(response.get("prompt_token_ids") or choice.get("prompt_token_ids"))
     response_ids = _ids(choice.get("token_ids"))
     if not prompt_ids or not response_ids:
-        return CallTokens(problem="the server gave no token ids")
+        return CallTokens(problem="the server gave no token ids", gave_none=True)
     if len(prompt_ids) + len(response_ids) > TOKENS_MAX:
         return CallTokens(problem=f"more than {TOKENS_MAX} tokens")
     entries = maps(the_map(choice.get("logprobs")).get("content"))
     if len(entries) != len(response_ids):
         problem = f"{len(response_ids)} token ids but {len(entries)} log-probabilities"
-        return CallTokens(prompt_ids, response_ids, problem=problem)
+        return CallTokens(prompt_ids, response_ids, problem=problem, gave_none=not entries)
     found = [number(entry.get("logprob")) for entry in entries]
     logprobs = tuple(float(value) for value in found if value is not None and math.isfinite(value))
     if len(logprobs) != len(found):

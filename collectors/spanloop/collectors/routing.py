@@ -115,9 +115,14 @@ class Router:
         self._withdrawn: set[tuple[str, int]] = set()
         self._pins: OrderedDict[tuple[str, str], tuple[Choice, float]] = OrderedDict()
 
-    def apply(self, events: Iterable[Event]) -> None:
-        """Take in events of the ``policies`` topic, in log order. An older sequence never replaces a newer one."""
+    def apply(self, events: Iterable[Event], *, afresh: bool = False) -> None:
+        """Take in events of the ``policies`` topic, in log order. An older sequence never replaces a newer one.
+
+        ``afresh``: they are all there are; what was known before is forgotten.
+        """
         with self._lock:
+            if afresh:
+                self._routing, self._withdrawn = {}, set()
             for event in events:
                 if getattr(event, "policy", self._policy) != self._policy:
                     continue
@@ -130,6 +135,17 @@ class Router:
                     self._withdrawn.discard((event.tenant, event.to))
                 elif isinstance(event, PolicyPromoted):
                     self._withdrawn.discard((event.tenant, event.version))
+
+    def events(self) -> list[Event]:
+        """Events that tell a new router what this one knows of routing."""
+        with self._lock:
+            withdrawn = [
+                PolicyRolledBack(
+                    tenant=tenant, policy=self._policy, epoch=0, version=version, to=-1, reason="kept"
+                )
+                for tenant, version in sorted(self._withdrawn)
+            ]
+            return [*withdrawn, *(self._routing[tenant] for tenant in sorted(self._routing))]
 
     def routing(self, tenant: str) -> RoutingChanged | None:
         """The routing in force; None before the learner's first."""

@@ -26,24 +26,29 @@ SWITCH_S = 0.0005
 """A background thread holds the interpreter from the event loop for at most this long (Python's default: 5 ms)."""
 
 
-def serve(name: str, app: Any, host: str, port: int) -> None:
-    """Serve an aiohttp application as process ``name`` and exit: 0 after a signal, else the error's exit code."""
+def serve(name: str, app: Any, host: str, port: int, *, cancel: bool = False) -> None:
+    """Serve an aiohttp application as process ``name`` and exit: 0 after a signal, else the error's exit code.
+
+    ``cancel``: a handler whose client is gone is cancelled.
+    """
     sys.setswitchinterval(SWITCH_S)
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(message)s"
     )
     try:
-        asyncio.run(serve_async(name, app, host, port))
+        asyncio.run(serve_async(name, app, host, port, cancel=cancel))
     except SpanloopError as exc:
         sys.stderr.write(f"error: {exc.message}\n")
         sys.exit(exc.exit_code)
 
 
-async def serve_async(name: str, app: Any, host: str, port: int) -> None:
+async def serve_async(name: str, app: Any, host: str, port: int, *, cancel: bool = False) -> None:
     """``serve`` inside a running loop. Raises TransientError when the address cannot be bound."""
     from aiohttp import web
 
-    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_S)
+    runner = web.AppRunner(
+        app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_S, handler_cancellation=cancel
+    )
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import os
 import tomllib
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 from spanloop.schemas.errors import ConfigError
@@ -28,18 +37,41 @@ class _Section(BaseModel):
 
 
 class Credential(_Section):
-    """A key that a client sends as ``Authorization: Bearer KEY``."""
+    """A key that a client sends as ``Authorization: Bearer KEY``. Rotate by listing the new one beside the old."""
 
     key: SecretStr
     tenant: str = "default"
     role: str = Field(pattern="^(agent|scorer|reader|admin)$")
-    """agent: may send spans and ask the gateway; scorer: may also send feedback; admin: everything."""
+    """agent: may send spans and ask the gateway; scorer: may also send feedback; reader: may only read metrics; admin:
+    everything."""
+    expires: str = ""
+    """From then on the key is refused: a time with a zone, such as 2027-01-31T00:00:00Z; empty: never."""
+
+    @field_validator("expires", mode="before")
+    @classmethod
+    def _a_time_with_zone(cls, value: object) -> object:
+        if value == "":
+            return value
+        try:
+            when = value if isinstance(value, datetime) else datetime.fromisoformat(str(value))
+        except ValueError:
+            when = None
+        if when is None or when.tzinfo is None:
+            raise ValueError("expected a time with a zone, such as 2027-01-31T00:00:00Z")
+        return when.isoformat()
+
+    @property
+    def expires_ns(self) -> int | None:
+        """Nanoseconds since 1970; None: never."""
+        return int(datetime.fromisoformat(self.expires).timestamp() * 1e9) if self.expires else None
 
 
 class Collector(_Section):
     host: str = "127.0.0.1"
     """A public address is refused unless credentials are set."""
     port: int = Field(4318, ge=0, le=65535)
+    grpc_port: int = Field(-1, ge=-1, le=65535)
+    """Port of OTLP/gRPC on the same host; 0: any free one; -1: 4317 where port is 4318, else no gRPC."""
     max_body_bytes: int = Field(4 * 2**20, ge=1024)
     """Compressed body limit; more is answered 413."""
     max_expanded_bytes: int = Field(20 * 2**20, ge=1024)
@@ -47,12 +79,21 @@ class Collector(_Section):
     max_spans_per_request: int = Field(10_000, ge=1)
     max_attribute_bytes: int = Field(64 * 2**10, ge=256)
     """A longer text is cut and flagged; token arrays of the gateway are exempt."""
+    max_attributes: int = Field(2_048, ge=16)
+    """Attributes of a span; of more the first by name are kept, those of GenAI conventions before others."""
     max_nesting: int = Field(64, ge=4)
     group_commit_ms: float = Field(5.0, ge=0)
     queue_max: int = Field(2_000, ge=1)
     """Requests waiting for the durable append; more are answered 429 with Retry-After."""
     read_timeout_s: float = Field(30.0, gt=0)
-    """A body that takes longer to arrive is answered 408."""
+    """A body that takes longer to arrive is answered 408; a connection without a request is closed after as long."""
+
+    @property
+    def grpc(self) -> int | None:
+        """Port of OTLP/gRPC; None: it is off."""
+        if self.grpc_port >= 0:
+            return self.grpc_port
+        return 4317 if self.port == 4318 else None
 
 
 class Content(_Section):
@@ -66,19 +107,43 @@ class Content(_Section):
     """Further attribute keys to keep (exact, or a prefix ending in *)."""
 
 
+class GatewayUpstream(_Section):
+    """Servers of somebody else, by the model's name."""
+
+    models: tuple[str, ...] = Field(min_length=1)
+    """Names, with * for any text: the first entry that fits is asked."""
+    url: str = Field(pattern=r"^https?://[^\s@]+$")
+    """Base URL of an OpenAI-compatible server, up to and with /v1."""
+    key: SecretStr = SecretStr("")
+    """Its key; empty: the client's own Authorization is passed on (docs/gateway.md says which header then carries ours)."""
+    tokens: bool = False
+    """It is a vLLM: where content.training is on, token ids and log-probabilities are asked for and taken out of the answer."""
+
+
 class Gateway(_Section):
     enabled: bool = True
     host: str = "127.0.0.1"
     port: int = Field(8787, ge=0, le=65535)
     upstream: str = ""
     """Base URL of an OpenAI-compatible server (.../v1); empty: the embedded server of this workspace."""
+    upstreams: tuple[GatewayUpstream, ...] = ()
+    """Further servers, by the model's name ([[gateway.upstreams]]); what fits none goes to ``upstream``."""
     policy: str = "policy"
     """The alias that clients put in ``model``; other models are passed through."""
-    timeout_s: float = Field(60.0, gt=0)
+    timeout_s: float = Field(600.0, gt=0)
+    """Without a byte from the upstream for so long, a call ends: 504."""
     upstream_key: SecretStr = SecretStr("")
     """Key for the upstream; empty: the client's own Authorization is passed on, unless [[credentials]] are set."""
+    passthrough: tuple[str, ...] = ()
+    """Further paths below /v1 that go on unchanged and unrecorded, such as /v1/audio/speech or /v1/images/*."""
     queue_max: int = Field(20_000, ge=1)
-    """Finished calls that wait in memory while the log refuses them; more are counted as lost."""
+    """Finished calls that wait in memory until they are spooled; more are counted as lost."""
+    spool: str = ""
+    """Folder where calls wait while the log is away; empty: WORKSPACE/spool."""
+    spool_mb: float = Field(256.0, ge=1)
+    """Its size; when it is full the oldest calls are dropped and counted."""
+    spool_fsync_s: float = Field(1.0, ge=0)
+    """What waits there survives kill -9 at once, and a power failure after so long. 0: fsync for each group of calls."""
 
 
 class Serving(_Section):
