@@ -6,6 +6,8 @@ They are the sender's own claims about its run. What only a trusted component ma
 
 from __future__ import annotations
 
+import math
+
 __all__ = [
     "ACT",
     "ACTS",
@@ -28,6 +30,7 @@ __all__ = [
     "TARGET",
     "TARGET_ID",
     "TRUNCATED",
+    "menu_problem",
 ]
 
 SCOPE = "spanloop.sdk"
@@ -66,3 +69,21 @@ HARNESS = "spanloop.sdk.harness"
 REASON = "spanloop.sdk.reason"
 TRUNCATED = "spanloop.sdk.truncated"
 """True where a value was cut or left out."""
+
+_SUM_TOLERANCE = 1e-3
+
+
+def menu_problem(options: tuple[str, ...], propensities: tuple[float, ...]) -> str:
+    """Why propensities are unusable; empty when they are a distribution over the options.
+
+    >>> menu_problem(("a", "b"), (0.25, 0.75)), menu_problem(("a", "b"), (0.5, 0.4))
+    ('', 'they sum to 0.9, expected 1')
+    """
+    if len(options) != len(propensities):
+        return f"{len(propensities)} for {len(options)} options"
+    if len(set(options)) != len(options):
+        return "an option occurs twice"
+    if not all(math.isfinite(p) and 0.0 <= p <= 1.0 for p in propensities):
+        return "one is outside 0..1"
+    total = math.fsum(propensities)
+    return "" if abs(total - 1.0) <= _SUM_TOLERANCE else f"they sum to {total:.6g}, expected 1"

@@ -61,8 +61,9 @@ def _decisions(work: Inference, edges: set[tuple[str, str, str]]) -> None:
     decision_of: dict[tuple[str, str], str] = {}
     delegate_of: dict[tuple[str, str], str] = {}
     for event in work.events:
-        if event.type == "orchestrator_decision" and event.id not in work.told_decisions:
-            decision_of[(event.agent_id, event.call_id)] = event.id
+        if event.type == "orchestrator_decision":
+            if event.call_id and event.id not in work.told_decisions:
+                decision_of[(event.agent_id, event.call_id)] = event.id
         elif event.type == "delegate":
             delegate_of[(event.agent_id, event.to_id)] = event.id
     for event in work.events:
@@ -77,7 +78,8 @@ def _decisions(work: Inference, edges: set[tuple[str, str, str]]) -> None:
             if decision:
                 edges.add((event.id, decision, "causal"))
         elif event.type == "spawn":
-            cause = delegate_of.get((event.agent_id, event.to_id)) or decision
+            started = work.acts.act(work.operation_of_event.get(event.id, -1)) == "spawn"
+            cause = told if started else delegate_of.get((event.agent_id, event.to_id)) or decision
             if cause:
                 edges.add((cause, event.id, "spawn"))
         elif decision:

@@ -18,7 +18,7 @@ from spanloop.pipeline.assembly.interventions import add_told_interventions
 from spanloop.pipeline.assembly.logged import LoggedEvents, add_logged_events, logged_agents
 from spanloop.pipeline.assembly.messages import add_messages
 from spanloop.pipeline.assembly.safety import add_safety, failed
-from spanloop.pipeline.assembly.said import add_said_events
+from spanloop.pipeline.assembly.said import SAID, add_said_events
 from spanloop.pipeline.assembly.tree import Tree
 from spanloop.pipeline.dialects.operation import Operation
 from spanloop.schemas.canonical import digest
@@ -62,7 +62,9 @@ class Inference:
         self.operation_of_event: dict[str, int] = {}
         """Tool call or delegation operation of an event."""
         self.decided_by: dict[str, str] = {}
-        """Event of the told decision that an event's act carries out."""
+        """Event of the decision that an event's act carries out, where no model call connects them."""
+        self.wave_of: dict[tuple[int, int], str] = {}
+        """Decision event of a delegation (tool, target) that was taken without a model call."""
         self.told_decisions: set[str] = set()
 
     def agent_of(self, i: int) -> int:
@@ -210,18 +212,21 @@ def _decision(work: Inference, source: int, call: int, taken: list[Delegation]) 
             continue
         if wave:
             first = wave[0].begins(work.tree)
-            work.add("orchestrator_decision", first, "delegations_without_calls", 0.7,
-                     _span(work, *(w.tool if w.tool >= 0 else w.target for w in wave)), agent=source,
-                     name=name)  # fmt: skip
+            event = work.add("orchestrator_decision", first, "delegations_without_calls", 0.7,
+                             _span(work, *(w.tool if w.tool >= 0 else w.target for w in wave)), agent=source,
+                             name=name)  # fmt: skip
+            work.wave_of.update(((w.tool, w.target), event.id) for w in wave)
         if d is not None:
             wave, back = [d], d.returned(work.tree)
 
 
 def _delegate(work: Inference, d: Delegation, call: int) -> None:
     begins = work.tree.ops[d.target].start_ns if d.spawns else d.begins(work.tree)
-    work.add("delegate", begins, d.rule, d.confidence, _span(work, d.tool, d.target if d.spawns else -1),
-             agent=d.source, name=_named_source(work, d), to=d.target, call=call, operation=d.tool,
-             mode=d.mode, decision=work.acts.menu(d.tool, "delegate"))  # fmt: skip
+    event = work.add("delegate", begins, d.rule, d.confidence, _span(work, d.tool, d.target if d.spawns else -1),
+                     agent=d.source, name=_named_source(work, d), to=d.target, call=call, operation=d.tool,
+                     mode=d.mode, decision=work.acts.menu(d.tool, "delegate"))  # fmt: skip
+    if wave := work.wave_of.get((d.tool, d.target)):
+        work.decided_by[event.id] = wave
 
 
 def _aggregates(work: Inference) -> None:
@@ -277,7 +282,8 @@ def _returns(work: Inference) -> None:
         if op.end_ns <= 0:
             continue
         status = "error" if op.status == "error" else "ok"
-        if target not in passed_on and d.mode != "message":
+        told_start = d.rule == SAID and not d.delegates
+        if target not in passed_on and d.mode != "message" and not told_start:
             to, to_name = _receiver(work, d)
             work.add("return", op.end_ns, d.rule, d.confidence, _span(work, target), agent=target, to=to,
                      to_name=to_name, status=status, operation=d.tool)  # fmt: skip

@@ -7,7 +7,6 @@ have spans of their own. A menu whose probabilities are no distribution keeps it
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from spanloop.pipeline.dialects import genai
@@ -17,14 +16,13 @@ from spanloop.schemas import sdk_attributes as names
 from spanloop.schemas.orchestration import Decision
 from spanloop.schemas.spans import Span
 
-__all__ = ["NAME", "matches", "menu_problem", "read"]
+__all__ = ["NAME", "matches", "read"]
 
 NAME = "spanloop_sdk"
 
 _KIND = {"spawn": "handover", "delegate": "handover", "message": "message", "receive": "message",
          "aggregate": "act", "stop": "act", "decision": "act"}  # fmt: skip
 _MODES = frozenset({"return_to_caller", "pass_control"})
-_SUM_TOLERANCE = 1e-3
 
 
 def matches(span: Span) -> bool:
@@ -63,22 +61,6 @@ def read(span: Span) -> Operation:
     return Operation(**fields)
 
 
-def menu_problem(options: tuple[str, ...], propensities: tuple[float, ...]) -> str:
-    """Why propensities are unusable; empty when they are a distribution over the options.
-
-    >>> menu_problem(("a", "b"), (0.25, 0.75)), menu_problem(("a", "b"), (0.5, 0.4))
-    ('', 'they sum to 0.9, expected 1')
-    """
-    if len(options) != len(propensities):
-        return f"{len(propensities)} for {len(options)} options"
-    if len(set(options)) != len(options):
-        return "an option occurs twice"
-    if not all(math.isfinite(p) and 0.0 <= p <= 1.0 for p in propensities):
-        return "one is outside 0..1"
-    total = math.fsum(propensities)
-    return "" if abs(total - 1.0) <= _SUM_TOLERANCE else f"they sum to {total:.6g}, expected 1"
-
-
 def _decision(attributes: dict[str, Any]) -> tuple[Decision | None, tuple[str, ...]]:
     kind = attributes.get(names.DECISION)
     if kind not in names.DECISIONS:
@@ -91,7 +73,7 @@ def _decision(attributes: dict[str, Any]) -> tuple[Decision | None, tuple[str, .
     propensities: tuple[float, ...] = ()
     if given is not None:
         propensities = _floats(given)
-        if not propensities or menu_problem(options, propensities):
+        if not propensities or names.menu_problem(options, propensities):
             propensities = ()
             doubts.append("bad_propensities")
     if options and chosen not in options:
