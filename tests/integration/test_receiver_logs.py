@@ -14,7 +14,10 @@ from spanloop.schemas.spans import LOG
 
 PB = "application/x-protobuf"
 LOGS = "/v1/logs"
-KEYS = [{"key": f"{role}-key-of-a-team", "tenant": "A", "role": role} for role in ("agent", "scorer", "admin", "reader")]
+KEYS = [
+    {"key": f"{role}-key-of-a-team", "tenant": "A", "role": role}
+    for role in ("agent", "scorer", "admin", "reader")
+]
 
 
 async def test_both_encodings_and_gzip_give_one_record():
@@ -48,11 +51,16 @@ async def test_limits_are_those_of_spans():
         assert running.events("spans") == []
 
 
-@pytest.mark.parametrize(("role", "status", "scores"), [("agent", 200, 0), ("admin", 200, 0), ("scorer", 200, 1), ("reader", 403, 0)])
+@pytest.mark.parametrize(
+    ("role", "status", "scores"),
+    [("agent", 200, 0), ("admin", 200, 0), ("scorer", 200, 1), ("reader", 403, 0)],
+)
 async def test_only_a_scorers_evaluation_is_feedback(role, status, scores):
     async with receiver(credentials=KEYS) as running:
         for _ in range(2):  # a retry is the same score
-            got = await running.post_json(logs_json([record()]), LOGS, Authorization=f"Bearer {role}-key-of-a-team")
+            got = await running.post_json(
+                logs_json([record()]), LOGS, Authorization=f"Bearer {role}-key-of-a-team"
+            )
             assert got[0] == status
         found = running.events("feedback")
         assert len(found) == scores
@@ -77,7 +85,9 @@ async def test_a_score_by_response_id_and_one_that_is_none():
         record(attributes=values | {"gen_ai.evaluation.score.value": float("nan")}, **loose),
     ]
     async with receiver(credentials=KEYS) as running:
-        status, parsed = await running.post_json(logs_json(records), LOGS, Authorization="Bearer scorer-key-of-a-team")
+        status, parsed = await running.post_json(
+            logs_json(records), LOGS, Authorization="Bearer scorer-key-of-a-team"
+        )
         assert (status, parsed["partialSuccess"]["rejectedLogRecords"]) == (200, "1")
         (event,) = running.events("feedback")
         assert (event.target_kind, event.target_id, event.name) == ("response", "resp-1", "is_it_so_")

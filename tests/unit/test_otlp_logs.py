@@ -19,7 +19,9 @@ from spanloop.schemas.settings import Content
 from spanloop.schemas.spans import LOG
 
 BOTH = pytest.mark.parametrize(
-    ("write", "read"), [(logs_json, decode_logs_json), (logs_protobuf, decode_logs_protobuf)], ids=["json", "pb"]
+    ("write", "read"),
+    [(logs_json, decode_logs_json), (logs_protobuf, decode_logs_protobuf)],
+    ids=["json", "pb"],
 )
 
 
@@ -43,7 +45,9 @@ def test_the_time_of_observation_stands_in_and_a_record_without_any_time_is_refu
 
 @BOTH
 def test_what_says_nothing_of_agents_is_counted(write, read):
-    batch = read(write([record("http.access", attributes={"path": "/"}), record("", attributes={}), record()]))
+    batch = read(
+        write([record("http.access", attributes={"path": "/"}), record("", attributes={}), record()])
+    )
     assert (len(batch.spans), batch.ignored, batch.rejected) == (1, 2, [])
 
 
@@ -123,7 +127,9 @@ def test_without_consent_no_text_is_kept_and_ids_are_made_of_what_is():
     redactor = Redactor(Content(), b"k" * 32)
     intake = Intake(redactor, 4096, keep_content=False)
     body = {"role": "user", "content": "my secret is 1234"}
-    batch = decode_logs_json(logs_json([record("gen_ai.user.message", attributes={}, body=body, trace_id="", span_id="")]))
+    batch = decode_logs_json(
+        logs_json([record("gen_ai.user.message", attributes={}, body=body, trace_id="", span_id="")])
+    )
     (raw,) = batch.spans
     (made,) = intake.prepare(batch, tenant="t", source="otlp").records
     event = decode(made.value)

@@ -116,6 +116,8 @@ def collect_calls(tree: Tree) -> Calls:
     members: dict[int, list[int]] = {}
     for i in tree.preorder:
         facts = ops[i].call
+        if ops[i].kind == "note" and facts is not None and tree.parent[i] in leader:
+            members[leader[tree.parent[i]]].append(i)
         if ops[i].kind != "model_call" or facts is None:
             continue
         head = by_response.get(facts.response_id, i) if facts.response_id else i

@@ -13,6 +13,7 @@ from spanloop.pipeline.assembly.delegations import Delegations, find_delegations
 from spanloop.pipeline.assembly.edges import build_edges
 from spanloop.pipeline.assembly.infer import Inference, infer_events
 from spanloop.pipeline.assembly.join import Component, Emitted
+from spanloop.pipeline.assembly.log_events import fold_log_events
 from spanloop.pipeline.assembly.tree import Tree, build_tree
 from spanloop.schemas.canonical import content_hash
 from spanloop.schemas.events import OrchestrationRevised
@@ -23,7 +24,7 @@ __all__ = ["build_content", "merged_events", "next_revision"]
 
 def build_content(component: Component) -> OrchestrationContent:
     """The orchestration that the component's operations tell."""
-    tree = build_tree(component.operations())
+    tree = build_tree(fold_log_events(component.operations()))
     calls = collect_calls(tree)
     found = find_delegations(tree, calls)
     work = infer_events(tree, calls, found)

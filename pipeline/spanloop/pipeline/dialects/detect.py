@@ -11,9 +11,12 @@ from typing import Protocol
 from spanloop.pipeline.dialects import (
     adk,
     autogen,
+    claude_code,
+    codex,
     event_log,
     gateway,
     genai,
+    genai_logs,
     logfire,
     openai_agents_native,
     openinference,
@@ -26,9 +29,9 @@ from spanloop.pipeline.dialects import (
 from spanloop.pipeline.dialects.fields import base_fields
 from spanloop.pipeline.dialects.merge import filled
 from spanloop.pipeline.dialects.operation import Operation
-from spanloop.schemas.spans import Span
+from spanloop.schemas.spans import LOG, Span
 
-__all__ = ["DIALECTS", "TRUSTED_SOURCES", "Dialect", "operation_of"]
+__all__ = ["DIALECTS", "LOG_DIALECTS", "TRUSTED_SOURCES", "Dialect", "operation_of"]
 
 
 class Dialect(Protocol):
@@ -48,6 +51,7 @@ class Dialect(Protocol):
 
 DIALECTS: tuple[Dialect, ...] = (
     spanloop_sdk,
+    claude_code,
     openai_agents_native,
     pydantic_ai,
     openinference,
@@ -60,6 +64,8 @@ DIALECTS: tuple[Dialect, ...] = (
     genai,
 )
 """Dialects that anybody may speak, in order."""
+LOG_DIALECTS: tuple[Dialect, ...] = (claude_code, codex, genai_logs)
+"""Those of log records. What none of them knows is a note on the span in which it was logged."""
 TRUSTED_SOURCES = frozenset({"gateway", "import"})
 """Sources whose gateway spans and event logs are believed. An agent that sends spans under the gateway's name over OTLP
 is read as plain GenAI: it cannot claim which policy version answered, or with which tokens."""
@@ -75,6 +81,9 @@ def operation_of(span: Span, source: str = "otlp") -> Operation:
         return gateway.read(span)
     if source in TRUSTED_SOURCES and event_log.matches(span):
         return event_log.read(span)
+    if span.kind == LOG:
+        known = next((dialect for dialect in LOG_DIALECTS if dialect.matches(span)), None)
+        return known.read(span) if known else Operation(**base_fields(span), kind="note", event="other")
     for dialect in DIALECTS:
         if dialect.matches(span):
             operation = dialect.read(span)

@@ -103,8 +103,8 @@ def _concerns_agents(record: Span) -> bool:
 def _name(attributes: dict[str, Any]) -> str:
     """The event's name where the record has no field for it: of an attribute and a body that repeats it with more
     in front, the longer."""
-    told = attributes.get("event.name")
+    told, body = attributes.get("event.name"), attributes.get(BODY)
     name = told if isinstance(told, str) else ""
-    body = attributes.get(BODY)
-    longer = isinstance(body, str) and len(body) <= 128 and _EVENT_NAME.match(body)
-    return body if longer and (not name or body.endswith("." + name)) else name or "log"
+    if isinstance(body, str) and len(body) <= 128 and _EVENT_NAME.match(body) and body.endswith(name):
+        return body
+    return name or "log"
