@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from spanloop.collectors.deadletters import dead_letter
-from spanloop.collectors.limits import MAX_SPAN_BYTES, cut_span, has_long_keys
+from spanloop.collectors.limits import MAX_SPAN_BYTES, cut_span, fewer_attributes, has_long_keys
 from spanloop.collectors.redaction import Redactor
 from spanloop.pipeline.otlp.decoded import DecodedBatch
 from spanloop.pipeline.otlp.log_ids import identified
@@ -19,6 +19,7 @@ from spanloop.schemas.spans import Span
 
 __all__ = ["MAX_EVENT_BYTES", "Intake", "Prepared"]
 
+MAX_ATTRIBUTES = 2_048
 MAX_EVENT_BYTES = 640 * 1024
 """A trace with more in one request becomes several events, so that a record stays under a broker's usual 1 MB."""
 
@@ -39,9 +40,18 @@ class Intake:
         redactor: what may be written.
         max_attribute_bytes: longer values are cut.
         keep_content: whether dead letters keep the refused bytes.
+        max_attributes: a span keeps at most so many.
     """
 
-    def __init__(self, redactor: Redactor, max_attribute_bytes: int, *, keep_content: bool) -> None:
+    def __init__(
+        self,
+        redactor: Redactor,
+        max_attribute_bytes: int,
+        *,
+        keep_content: bool,
+        max_attributes: int = MAX_ATTRIBUTES,
+    ) -> None:
+        self._max_attributes = max_attributes
         self._redactor = redactor
         self._max_attribute_bytes = max_attribute_bytes
         self._keep_content = keep_content
@@ -69,6 +79,8 @@ class Intake:
 
     def _encoded(self, span: Span) -> bytes:
         """Canonical JSON of a span within limits. What is small as a whole needs no look inside, but at its keys."""
+        if len(span.attributes) > self._max_attributes:
+            span = fewer_attributes(span, self._max_attributes)
         encoded = canonical_json(span)
         if len(encoded) <= min(self._max_attribute_bytes, MAX_SPAN_BYTES) and not has_long_keys(span):
             return encoded

@@ -8,19 +8,26 @@ from typing import NamedTuple
 
 from aiohttp import web
 
+from spanloop.collectors.auth import AuthError
+from spanloop.collectors.commit import QueueFullError
 from spanloop.collectors.limits import BodyTooLargeError, ByteBudget
-from spanloop.schemas.errors import SchemaError, TransientError
+from spanloop.schemas.errors import SchemaError, SpanloopError, TransientError
 from spanloop.schemas.settings import Collector
 
 __all__ = [
     "JSON",
     "PROTOBUF",
+    "RETRY_S",
     "BodyTimeoutError",
     "Encodings",
     "UnsupportedError",
     "encodings",
+    "export_response",
+    "http_status",
     "read_body",
     "reply",
+    "rpc_code",
+    "rpc_status",
 ]
 
 PROTOBUF = "application/x-protobuf"
@@ -29,6 +36,9 @@ _TYPES = {PROTOBUF: PROTOBUF, "application/protobuf": PROTOBUF, JSON: JSON}
 _CODINGS = {"gzip": "gzip", "x-gzip": "gzip", "deflate": "deflate"}
 _RPC_CODES = {400: 3, 401: 16, 403: 7, 408: 4, 413: 3, 415: 3, 429: 8, 500: 13, 503: 14}
 """google.rpc.Code of an HTTP status."""
+RETRY_S = 1
+"""When a client that was refused for want of room should come again."""
+_RETRY_INFO = b"type.googleapis.com/google.rpc.RetryInfo"
 
 
 class UnsupportedError(SchemaError):
@@ -111,7 +121,7 @@ def reply(
         body = json.dumps(_json(status, message, rejected, field)).encode()
     response = web.Response(status=status, body=body, content_type=content_type)
     if status in (408, 429, 503):
-        response.headers["Retry-After"] = "1"
+        response.headers["Retry-After"] = str(RETRY_S)
     if status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
     return response
@@ -119,18 +129,54 @@ def reply(
 
 def _json(status: int, message: str, rejected: int, field: str) -> dict[str, object]:
     if status != 200:
-        return {"code": _RPC_CODES.get(status, 2), "message": message}
+        return {"code": rpc_code(status), "message": message}
     if not rejected:
         return {}
     return {"partialSuccess": {field: str(rejected), "errorMessage": message}}
 
 
 def _protobuf(status: int, message: str, rejected: int) -> bytes:
-    text = message.encode("utf-8", "replace")
     if status != 200:
-        return _varint_field(1, _RPC_CODES.get(status, 2)) + _bytes_field(2, text)
+        return rpc_status(rpc_code(status), message)
+    return export_response(rejected, message)
+
+
+def http_status(exc: SpanloopError) -> int:
+    """The HTTP status that tells a sender what to do about an error."""
+    if isinstance(exc, AuthError):
+        return exc.status
+    for kind, status in (
+        (BodyTooLargeError, 413), (UnsupportedError, 415), (SchemaError, 400), (BodyTimeoutError, 408),
+        (QueueFullError, 429), (TransientError, 503),
+    ):  # fmt: skip
+        if isinstance(exc, kind):
+            return status
+    return 503
+
+
+def rpc_code(status: int) -> int:
+    """The google.rpc.Code of an HTTP status.
+
+    >>> rpc_code(401), rpc_code(429), rpc_code(418)
+    (16, 8, 2)
+    """
+    return _RPC_CODES.get(status, 2)
+
+
+def rpc_status(code: int, message: str, retry_s: int = 0) -> bytes:
+    """A google.rpc.Status; with RetryInfo where ``retry_s`` is not 0."""
+    body = _varint_field(1, code) + _bytes_field(2, message.encode("utf-8", "replace"))
+    if retry_s:
+        info = _bytes_field(1, _varint_field(1, retry_s))
+        body += _bytes_field(3, _bytes_field(1, _RETRY_INFO) + _bytes_field(2, info))
+    return body
+
+
+def export_response(rejected: int, message: str) -> bytes:
+    """An ExportTraceServiceResponse or ExportLogsServiceResponse, which are the same on the wire."""
     if not rejected:
         return b""
+    text = message.encode("utf-8", "replace")
     return _bytes_field(1, _varint_field(1, rejected) + _bytes_field(2, text))
 
 

@@ -82,16 +82,24 @@ class GroupCommitter:
         if not records:
             return []
         size = sum(len(r.value) for r in records)
-        full = len(self._queue) >= self._queue_max or (self._queue and self._queue_bytes + size > QUEUE_BYTES)
-        if full or self._closing:
-            raise QueueFullError(
-                f"{len(self._queue)} requests wait for the log (collector.queue_max); try again"
-            )
+        self.check_room(size)
         waiting = _Waiting(records, size, asyncio.get_running_loop().create_future())
         self._queue.append(waiting)
         self._queue_bytes += size
         self._ready.set()
         return await asyncio.shield(waiting.done)
+
+    def check_room(self, size: int = 0) -> None:
+        """Whether ``size`` bytes may wait now; asked before a body is decoded too, since refusing must cost little.
+
+        Raises:
+            QueueFullError: too much waits, or the committer closes.
+        """
+        full = len(self._queue) >= self._queue_max or (self._queue and self._queue_bytes + size > QUEUE_BYTES)
+        if full or self._closing:
+            raise QueueFullError(
+                f"{len(self._queue)} requests wait for the log (collector.queue_max); try again"
+            )
 
     async def close(self) -> None:
         """Append what waits, then stop."""

@@ -25,6 +25,7 @@ __all__ = [
     "cut_span",
     "cut_text",
     "expand",
+    "fewer_attributes",
     "has_long_keys",
     "rough_size",
 ]
@@ -120,8 +121,13 @@ def cut_text(text: str, max_bytes: int) -> str:
 
 def has_long_keys(span: Span) -> bool:
     """Whether a key of any attribute is longer than is kept."""
-    parts = (span.attributes, span.resource, *(part.attributes for part in (*span.events, *span.links)))
-    return any(part and len(max(part, key=len)) > _KEY_MAX for part in parts)
+    if _longest(span.attributes) > _KEY_MAX or _longest(span.resource) > _KEY_MAX:
+        return True
+    return any(_longest(part.attributes) > _KEY_MAX for part in (*span.events, *span.links))
+
+
+def _longest(attributes: dict[str, Any]) -> int:
+    return max(map(len, attributes)) if attributes else 0
 
 
 def cut_span(span: Span, max_bytes: int) -> Span:
@@ -152,7 +158,22 @@ def cut_span(span: Span, max_bytes: int) -> Span:
         span = _shrink(span, cut)
     if not cut:
         return span
+    cut.update(span.attributes.get(TRUNCATED, ()))
     return msgspec.structs.replace(span, attributes={**span.attributes, TRUNCATED: sorted(cut)})
+
+
+def fewer_attributes(span: Span, most: int) -> Span:
+    """``span`` with at most ``most`` attributes: token arrays and those of GenAI conventions before others, then by name, so that
+    the choice is one of content and not of order. What was left out is counted in ``dropped_attributes``."""
+    if len(span.attributes) <= most:
+        return span
+    ranked = sorted(span.attributes, key=lambda k: (k not in EXEMPT, not k.startswith("gen_ai."), k))
+    kept = {key: span.attributes[key] for key in ranked[: most - 1]}
+    return msgspec.structs.replace(
+        span,
+        attributes={**kept, TRUNCATED: ["attributes"]},
+        dropped_attributes=span.dropped_attributes + len(span.attributes) - len(kept),
+    )
 
 
 def _shrink(span: Span, cut: set[str]) -> Span:
