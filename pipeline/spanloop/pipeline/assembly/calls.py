@@ -29,6 +29,8 @@ class Calls:
         """Agent run of each call, -1 unknown."""
         self.of_agent: dict[int, list[int]] = defaultdict(list)
         """Calls of each agent run in order of start."""
+        self.unplaced: set[int] = set()
+        """Calls written onto their run's span: it is not known when they began, so that they decide nothing."""
         self._starts: dict[int, list[int]] = {}
         self._asked: dict[tuple[int, str], list[int]] = defaultdict(list)
 
@@ -96,6 +98,8 @@ class Calls:
 
     def _index(self) -> None:
         for call, agent in enumerate(self.agent):
+            if call in self.unplaced:
+                continue
             self.of_agent[agent].append(call)
             if agent < 0:
                 continue
@@ -109,8 +113,9 @@ class Calls:
 
 
 def collect_calls(tree: Tree) -> Calls:
-    """Group the model-call operations of ``tree`` into calls."""
+    """Group the model-call operations of ``tree`` into calls; those of a judge are none of the agents'."""
     ops = tree.ops
+    judged = _judged(tree)
     leader: dict[int, int] = {}
     by_response: dict[str, int] = {}
     members: dict[int, list[int]] = {}
@@ -118,7 +123,7 @@ def collect_calls(tree: Tree) -> Calls:
         facts = ops[i].call
         if ops[i].kind == "note" and facts is not None and tree.parent[i] in leader:
             members[leader[tree.parent[i]]].append(i)
-        if ops[i].kind != "model_call" or facts is None:
+        if ops[i].kind != "model_call" or facts is None or i in judged:
             continue
         head = by_response.get(facts.response_id, i) if facts.response_id else i
         above = tree.parent[i]
@@ -136,8 +141,33 @@ def collect_calls(tree: Tree) -> Calls:
     for group in groups:
         calls.groups.append(group)
         calls.agent.append(next((tree.agent[i] for i in group if tree.agent[i] >= 0), -1))
+    _add_unplaced(calls)
     calls._index()
     return calls
+
+
+def _add_unplaced(calls: Calls) -> None:
+    """Calls on the spans of agent runs without any of their own."""
+    tree = calls.tree
+    known = set(calls.agent)
+    for i, op in enumerate(tree.ops):
+        if op.call is None or op.kind != "agent_run":
+            continue
+        run = tree.same_run.get(i, tree.turn_of.get(i, i))
+        if run not in known:
+            calls.unplaced.add(len(calls.groups))
+            calls.groups.append([i])
+            calls.agent.append(run)
+
+
+def _judged(tree: Tree) -> set[int]:
+    """What stands below an evaluation."""
+    found = {i for i, op in enumerate(tree.ops) if op.kind == "evaluation"}
+    if found:
+        for i in tree.preorder:
+            if tree.parent[i] in found:
+                found.add(i)
+    return found
 
 
 def _layered(outer: Operation, inner: Operation) -> bool:
@@ -199,9 +229,10 @@ def token_usage(calls: tuple[ModelCall, ...], tree: Tree) -> tuple[TokenUsage, b
             return TokenUsage(
                 sum(r.input_tokens or 0 for r in known), sum(r.output_tokens or 0 for r in known)
             ), True
+    lost = sum(op.call.lost for op in tree.ops if op.call is not None)
     return TokenUsage(
         input=sum(c.input_tokens or 0 for c in counted),
         output=sum(c.output_tokens or 0 for c in counted),
-        calls=len(counted),
-        unknown_calls=sum(c.input_tokens is None or c.output_tokens is None for c in counted),
+        calls=len(counted) + lost,
+        unknown_calls=lost + sum(c.input_tokens is None or c.output_tokens is None for c in counted),
     ), False

@@ -1,6 +1,7 @@
 """Messages between agents that neither delegate to each other nor return: over an engine's edge or a shared topic.
 
-Rules: a link from what consumes a message to what produced it (0.9); a process that names sender and receiver
+Rules: nodes of an engine that follow each other with nobody deciding (0.6), a run that names the one before it
+(0.9); a link from what consumes a message to what produced it (0.9); a process that names sender and receiver
 (0.9); a node of an engine whose input repeats another node's answer (0.8). What a manager sends to choose the next
 speaker is no message: a manager is no agent here. Source: DIALECTS 3.
 """
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from spanloop.pipeline.assembly.names import folded
 from spanloop.pipeline.assembly.tree import Tree
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["Message", "add_messages", "find_messages", "first_contacts"]
 
 TOPIC = "sender_and_receiver"
+_OVER_EDGES = frozenset({"input_repeats_answer", "node_after_node", "run_names_the_one_before"})
+"""Rules of messages that an engine carries: it started the receiver, the sender did not."""
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -41,6 +45,7 @@ def find_messages(tree: Tree, found: Delegations) -> list[Message]:
     messages = _by_link(tree, found)
     known = {(m.sender, m.receiver) for m in messages}
     messages += _by_parties(tree, found)
+    messages += _by_edge(tree, found)
     messages += [m for m in _by_echo(tree, found) if (m.sender, m.receiver) not in known]
     return sorted(messages, key=lambda m: (m.t_ns, m.sender, m.receiver, m.evidence))
 
@@ -95,6 +100,29 @@ def _by_parties(tree: Tree, found: Delegations) -> list[Message]:
     return messages
 
 
+def _by_edge(tree: Tree, found: Delegations) -> list[Message]:
+    """Between nodes that follow each other, and between runs of which the later names the earlier one."""
+    pairs = [(before, after, "node_after_node", 0.6) for before, after in tree.follows]
+    runs: dict[tuple[str, int, str], list[int]] = {}
+    for i in tree.agent_ops():
+        op = tree.ops[i]
+        if op.message is not None and op.message.sender and not op.message.receiver:
+            before = runs.get((op.trace_id, tree.parent[i], folded(op.message.sender)), [])
+            pairs += [(before[-1], i, "run_names_the_one_before", 0.9)] if before else []
+        runs.setdefault((op.trace_id, tree.parent[i], folded(tree.name(i))), []).append(i)
+    messages = []
+    for before, after, rule, confidence in pairs:
+        one, two = tree.ops[before], tree.ops[after]
+        sender, receiver = _agent(tree, found, before), _agent(tree, found, after)
+        if sender < 0 or receiver < 0 or sender == receiver:
+            continue
+        sent = one.end_ns if 0 < one.end_ns <= two.start_ns else two.start_ns
+        messages.append(
+            Message(sender, receiver, sent, two.start_ns, (one.span_id, two.span_id), rule, confidence)
+        )
+    return messages
+
+
 def _by_echo(tree: Tree, found: Delegations) -> list[Message]:
     """Between the nodes of one engine, from the last answer before the turn that repeats it."""
     messages = []
@@ -130,7 +158,7 @@ def first_contacts(tree: Tree, found: Delegations) -> list[Message]:
     first: dict[int, Message] = {}
     for message in find_messages(tree, found):
         target = message.receiver
-        if target in found.into or target in first or message.rule == "input_repeats_answer":
+        if target in found.into or target in first or message.rule in _OVER_EDGES:
             continue
         if (
             tree.ops[message.sender].start_ns < tree.ops[target].start_ns
