@@ -74,6 +74,7 @@ def test_smallest_extra_installs_nothing_heavy(tmp_path):
         "import sys, importlib.metadata as m\n"
         "import spanloop.schemas.events, spanloop.schemas.settings, spanloop.schemas.cli, spanloop.pipeline.ports\n"
         "import opentelemetry.sdk.trace, opentelemetry.exporter.otlp.proto.http, spanloop.collectors.sdk as sdk\n"
+        "import os; os.environ['OTEL_TRACES_EXPORTER'] = 'none'\n"
         "sdk.instrument(); sdk.agent('a').now(); assert not sdk.failures()\n"
         "heavy = {'torch', 'mlflow', 'apache_beam', 'confluent_kafka', 'faust', 'vllm', 'duckdb', 'numpy', 'pyarrow', 'aiohttp'}\n"
         "print(sorted(heavy & set(sys.modules)), sorted(heavy & {d.metadata['Name'].lower() for d in m.distributions()}))\n"
