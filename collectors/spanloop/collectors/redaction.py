@@ -77,15 +77,21 @@ _ROUTING = frozenset(
     {
         "langgraph_node", "langgraph_step", "langgraph_checkpoint_ns", "checkpoint_ns", "langgraph_path",
         "langgraph_triggers", "thread_id", "session_id", "goto",
+        "agent_name", "coworker", "subagent_type",
     }
 )  # fmt: skip
-"""Keys of LangGraph at the top of metadata and of node outputs that say who comes next."""
+"""Keys at the top of LangGraph's metadata and node outputs, and of the arguments of tools that hand over or delegate, that
+say who comes next."""
+_OUTCOMES = frozenset({"ok", "success", "error", "failed"})
+"""Values of a result's ``status`` that say how it went and nothing else."""
 _SCHEMAS = frozenset({"parameters", "parameters_json_schema", "input_schema", "outer_typed_dict_key"})
 """JSON Schemas of tools: only their equality matters, so they go as a whole."""
 _MAX_DEPTH = 64
 _SHORT = 2_048
 _SHORT_MAX = 4_096
 """Texts up to the first are remembered with what became of them, up to so many: names of models and agents, schemas, tools."""
+_Short = dict[str, dict[str, tuple[str, Any]]]
+"""Key and value as they are written, by key and text as they came."""
 _REMEMBERED = range(64, 16_384)
 """Lengths of JSON texts whose result is remembered: tool definitions and histories come again and again."""
 
@@ -106,9 +112,10 @@ class Redactor:
         self._remembered = lru_cache(512)(self._json_text)
         self._clean_key = lru_cache(4096)(self._make_clean_key)
         self._resource: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-        self._kept: set[tuple[str, bool]] = set()
-        """Keys that are kept as labels; a count or an id in hex there needs no second look."""
-        self._short: dict[tuple[str, str, bool], tuple[str, Any]] = {}
+        self._kept: tuple[set[str], set[str]] = (set(), set())
+        """Keys that are kept as labels, of spans and of events; a count or an id in hex there needs no second look."""
+        self._short: tuple[_Short, _Short] = ({}, {})
+        self._num_short = 0
         self.reserved_removed = 0
 
     def span(self, span: Span, *, trusted: bool = False) -> Span:
@@ -183,32 +190,42 @@ class Redactor:
 
     def _attributes(self, attributes: dict[str, Any], event: bool = False) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        short = self._short
+        short, kept = self._short[event], self._kept[event]
         for key, value in attributes.items():
             kind = type(value)
-            if (key, event) in self._kept and (kind is int or (kind is str and _HEX.match(value))):
+            if kind is str:
+                texts = short.get(key)
+                pair = texts.get(value) if texts is not None else None
+                if pair is None:
+                    if key in kept and _HEX.match(value):
+                        found[key] = value
+                        continue
+                    pair = self._attribute(key, value, attributes, event=event)
+                    if len(value) <= _SHORT and key != "name":
+                        self._remember_short(short, key, value, pair)
+                found[pair[0]] = pair[1]
+            elif kind is int and key in kept:
                 found[key] = value
-                continue
-            if kind is not str or len(value) > _SHORT or key == "name":
+            else:
                 key, value = self._attribute(key, value, attributes, event=event)  # noqa: PLW2901
                 found[key] = value
-                continue
-            known = (key, value, event)
-            pair = short.get(known)
-            if pair is None:
-                if len(short) >= _SHORT_MAX:
-                    short.clear()
-                pair = short[known] = self._attribute(key, value, attributes, event=event)
-            found[pair[0]] = pair[1]
         return found
+
+    def _remember_short(self, short: _Short, key: str, value: str, pair: tuple[str, Any]) -> None:
+        if self._num_short >= _SHORT_MAX:
+            self._num_short = 0
+            for texts in self._short:
+                texts.clear()
+        self._num_short += 1
+        short.setdefault(key, {})[value] = pair
 
     def _attribute(self, key: str, value: Any, attributes: dict[str, Any], *, event: bool) -> tuple[str, Any]:
         """One attribute as it may be written. Only the key "name" looks at its neighbours."""
         if key in self._exact or (self._prefixes and key.startswith(self._prefixes)):
             return key, value
         kind = classify(key, event)
-        if kind is KEEP and len(self._kept) < _SHORT_MAX:
-            self._kept.add((key, event))
+        if kind is KEEP and len(self._kept[event]) < _SHORT_MAX:
+            self._kept[event].add(key)
         if kind is KEEP or (kind is DROP and key == "name" and "logfire.msg_template" in attributes):
             return key, self._keep(value)
         if kind is LABELS:
@@ -313,7 +330,12 @@ class Redactor:
         if type(value) is list:
             return [self._json(item, self._tree, depth + 1) for item in value]
         if type(value) is dict:
-            return {self._clean_key(k): self._json(v, self._tree, depth + 1) for k, v in value.items()}
+            return {
+                self._clean_key(k): v
+                if k == "status" and type(v) is str and v in _OUTCOMES
+                else self._json(v, self._tree, depth + 1)
+                for k, v in value.items()
+            }
         return self._drop(value)
 
 
