@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["Message", "add_messages", "find_messages", "first_contacts"]
 
 TOPIC = "sender_and_receiver"
+_STEPS = 8
+"""How far below its engine a part of a node is looked for."""
 _OVER_EDGES = frozenset({"input_repeats_answer", "node_after_node", "run_names_the_one_before"})
 """Rules of messages that an engine carries: it started the receiver, the sender did not."""
 
@@ -60,27 +62,96 @@ def _agent(tree: Tree, found: Delegations, i: int) -> int:
     return agent
 
 
+class _Nodes:
+    """The nodes of engines: which agents an operation speaks for, or is read by."""
+
+    def __init__(self, tree: Tree, found: Delegations) -> None:
+        self._tree, self._found = tree, found
+        self._inside: dict[int, list[int]] = {}
+        """Agents in each node of an engine, by the operation right below the engine."""
+        self.read_in: dict[int, list[int]] = {}
+        """Operations that read messages, in each node."""
+        for i in tree.agent_ops():
+            if i not in found.same_run and (node := self.of(i)) >= 0:
+                self._inside.setdefault(node, []).append(i)
+        for i in tree.turn_of:
+            if (node := self.of(i)) >= 0:
+                self._inside.setdefault(node, []).append(tree.turn_of[i])
+        for i, op in enumerate(tree.ops):
+            if op.kind == "message" and op.links and (node := self.of(i)) >= 0:
+                self.read_in.setdefault(node, []).append(i)
+
+    def of(self, i: int) -> int:
+        """The operation right below the nearest engine above ``i``, at most ``_STEPS`` above; -1 without one."""
+        for _ in range(_STEPS):
+            above = self._tree.parent[i]
+            if above < 0:
+                return -1
+            run = self._tree.ops[above].run
+            if run is not None:
+                return i if run.engine else -1
+            i = above
+        return -1
+
+    def agents(self, i: int) -> list[int]:
+        """Agents that operation ``i`` belongs to: the one around it, or those of its node."""
+        node = self.of(i)
+        if node >= 0:
+            return self._inside.get(node, [])
+        agent = _agent(self._tree, self._found, i)
+        return [agent] if agent >= 0 else []
+
+
 def _by_link(tree: Tree, found: Delegations) -> list[Message]:
-    linked = [i for i, op in enumerate(tree.ops) if op.links and (op.kind == "message" or op.instance)]
+    linked = [i for i, op in enumerate(tree.ops) if op.links and op.kind == "message" and op.message is None]
     if not linked:
         return []
+    nodes = _Nodes(tree, found)
     where = {(op.trace_id, op.span_id): i for i, op in enumerate(tree.ops)}
-    messages = []
+    messages: dict[tuple[int, int, int], Message] = {}
     for i in linked:
-        op = tree.ops[i]
-        if op.message is not None:
-            continue
-        receiver = _agent(tree, found, i)
-        for link in op.links:
+        receivers = nodes.agents(i)
+        for producer in _producers(tree, nodes, where, i) if receivers else ():
+            for sender in nodes.agents(producer):
+                for receiver in receivers:
+                    if sender != receiver and not found.acts.act(producer):
+                        messages.setdefault(
+                            (sender, receiver, i), _linked(tree, sender, receiver, producer, i)
+                        )
+    return list(messages.values())
+
+
+def _producers(tree: Tree, nodes: _Nodes, where: dict[tuple[str, str], int], i: int) -> list[int]:
+    """What ``i`` is linked to; through nodes without agents to what those had read."""
+    found: list[int] = []
+    waiting, seen = [i], {i}
+    while waiting:
+        for link in tree.ops[waiting.pop()].links:
             producer = where.get(link, -1)
-            sender = _agent(tree, found, producer)
-            if sender < 0 or receiver < 0 or sender == receiver or found.acts.act(producer):
+            if producer < 0 or producer in seen:
                 continue
-            evidence = (tree.ops[producer].span_id, op.span_id)
-            messages.append(
-                Message(sender, receiver, op.start_ns, op.start_ns, evidence, "link_between_agents", 0.9)
-            )
-    return messages
+            seen.add(producer)
+            if nodes.agents(producer):
+                found.append(producer)
+                continue
+            for reader in nodes.read_in.get(nodes.of(producer), ()):
+                if reader not in seen:
+                    seen.add(reader)
+                    waiting.append(reader)
+    return sorted(found)
+
+
+def _linked(tree: Tree, sender: int, receiver: int, producer: int, consumer: int) -> Message:
+    sent, read = tree.ops[producer], tree.ops[consumer]
+    return Message(
+        sender,
+        receiver,
+        sent.start_ns,
+        read.start_ns,
+        (sent.span_id, read.span_id),
+        "link_between_agents",
+        0.9,
+    )
 
 
 def _by_parties(tree: Tree, found: Delegations) -> list[Message]:
@@ -184,19 +255,18 @@ def add_messages(work: Inference) -> None:
         if m.rule != TOPIC:
             heard.setdefault(m.receiver, []).append(m)
     for receiver, got in heard.items():
+        before = 0
         for turn in tree.turns_of(receiver):
-            _aggregate(
-                work,
-                receiver,
-                [m for m in got if turn.start_ns <= m.heard_ns <= max(turn.start_ns, turn.end_ns)],
-            )
+            until = max(turn.start_ns, turn.end_ns)
+            _aggregate(work, receiver, turn.start_ns, [m for m in got if before < m.heard_ns <= until])
+            before = until
 
 
-def _aggregate(work: Inference, receiver: int, got: list[Message]) -> None:
+def _aggregate(work: Inference, receiver: int, began: int, got: list[Message]) -> None:
     """The turn of ``receiver`` that first saw the messages of two or more others."""
     if len({m.sender for m in got}) < 2:
         return
-    at = max(m.heard_ns for m in got)
+    at = max(began, *(m.heard_ns for m in got))
     call = work.calls.after(receiver, at)
     evidence = sorted({span for m in got for span in m.evidence[:1]})
     if call >= 0:

@@ -30,7 +30,7 @@ def place_of(tree: Tree, i: int) -> int:
     """The operation that ``i`` stands below, spans that say nothing left out; -1: none."""
     above = tree.parent[i]
     for _ in range(_STEPS):
-        if above < 0 or tree.ops[above].kind != "unknown":
+        if above < 0 or tree.ops[above].kind not in ("unknown", "message"):
             break
         above = tree.parent[above]
     return above

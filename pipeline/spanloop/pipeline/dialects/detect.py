@@ -1,7 +1,7 @@
 """The registry of dialects: the first that recognises a span reads it, those it names in ``ALSO`` fill the gaps.
 
-Order matters where one dialect extends another: the special one stands first. What nobody recognises
-becomes an operation of kind ``unknown``: it keeps its place in the tree and says nothing.
+Order matters where one dialect extends another: the special one stands first. What nobody recognises is read by the
+words in its name, flagged, and else becomes an operation of kind ``unknown``: it keeps its place in the tree and says nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Protocol
 
 from spanloop.pipeline.dialects import (
     adk,
+    agent_framework,
     autogen,
     claude_code,
     codex,
@@ -17,7 +18,9 @@ from spanloop.pipeline.dialects import (
     gateway,
     genai,
     genai_logs,
+    langfuse,
     logfire,
+    mlflow,
     openai_agents_native,
     openinference,
     otel_openai_agents,
@@ -25,6 +28,8 @@ from spanloop.pipeline.dialects import (
     spanloop_sdk,
     strands,
     traceloop,
+    unknown,
+    vercel,
 )
 from spanloop.pipeline.dialects.fields import base_fields
 from spanloop.pipeline.dialects.merge import filled
@@ -61,6 +66,10 @@ DIALECTS: tuple[Dialect, ...] = (
     adk,
     strands,
     autogen,
+    agent_framework,
+    langfuse,
+    mlflow,
+    vercel,
     genai,
 )
 """Dialects that anybody may speak, in order."""
@@ -91,4 +100,4 @@ def operation_of(span: Span, source: str = "otlp") -> Operation:
                 if other.matches(span):
                     operation = filled(operation, other.read(span))
             return operation
-    return Operation(**base_fields(span), kind="unknown")
+    return unknown.read(span)
