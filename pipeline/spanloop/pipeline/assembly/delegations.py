@@ -243,6 +243,7 @@ def _next_peer(tree: Tree, found: Delegations, source: int, i: int) -> int:
     turn = tree.parent[i]
     while turn >= 0 and tree.ops[turn].kind not in ("agent_run", TURN):
         turn = tree.parent[turn]
+    turn = tree.same_run.get(turn, turn)
     if turn < 0 or source < 0:
         return -1
     trace, place = tree.ops[i].trace_id, place_of(tree, turn)

@@ -22,6 +22,7 @@ _NAME = ".tool_call.function.name"
 _ID = ".tool_call.id"
 _ANSWERED = ".message.tool_call_id"
 _ROLE = ".message.role"
+_TAILS = (_NAME, _ID, _ANSWERED, _ROLE)
 _USER = frozenset({"user", "human"})
 _MODEL = frozenset({"assistant", "model", "ai"})
 _DEPTH = 8
@@ -48,6 +49,8 @@ def read_conversation(attributes: dict[str, Any]) -> Conversation:
     results: dict[int, str] = {}
     roles: dict[int, str] = {}
     for key, value in attributes.items():
+        if not key.endswith(_TAILS):
+            continue
         if key.startswith(_OUT):
             if key.endswith(_NAME):
                 calls.setdefault(_place(key), ["", ""])[1] = text(value)

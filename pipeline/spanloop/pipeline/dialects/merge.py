@@ -6,6 +6,8 @@ and a framework's tracer and an observer's share one span.
 
 from __future__ import annotations
 
+from functools import cache
+
 import msgspec
 
 from spanloop.pipeline.dialects.operation import Operation
@@ -40,9 +42,14 @@ def filled(first: Operation, second: Operation) -> Operation:
             changes[name] = getattr(second, name)
     if second.status and not first.status:
         changes["status"] = second.status
-    if set(second.flags) - set(first.flags):
+    if second.flags and second.flags != first.flags:
         changes["flags"] = (*first.flags, *(f for f in second.flags if f not in first.flags))
     return msgspec.structs.replace(first, **changes) if changes else first
+
+
+@cache
+def _defaults(kind: type[msgspec.Struct]) -> tuple[tuple[str, object], ...]:
+    return tuple((field.name, field.default) for field in msgspec.structs.fields(kind))
 
 
 def _facts(mine: object, other: object) -> object:
@@ -50,9 +57,8 @@ def _facts(mine: object, other: object) -> object:
     if not isinstance(mine, msgspec.Struct) or type(mine) is not type(other):
         return other if mine is None else mine
     gaps = {
-        field.name: value
-        for field in msgspec.structs.fields(mine)
-        if getattr(mine, field.name) == field.default
-        and (value := getattr(other, field.name)) != field.default
+        name: value
+        for name, default in _defaults(type(mine))
+        if getattr(mine, name) == default and (value := getattr(other, name)) != default
     }
     return msgspec.structs.replace(mine, **gaps) if gaps else mine
