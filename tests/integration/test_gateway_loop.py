@@ -7,67 +7,22 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Literal
 
 import aiohttp
 import openai
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer
-from serving_support import TOKENIZER, TOOLS, WORDS, chat, save_version, settings_of, sse, until
+from aiohttp.test_utils import TestServer
+from gateway_support import URL, gateway, recorded, spans, upstream_of
+from serving_support import TOKENIZER, TOOLS, WORDS, chat, save_version, sse, until
 
-from spanloop.collectors.gateway import Gateway
-from spanloop.collectors.redaction import Redactor
-from spanloop.learner.serving.embedded import EmbeddedServer
-from spanloop.pipeline.clock import SystemClock
-from spanloop.pipeline.log.memory import MemoryLog
 from spanloop.pipeline.log.sqlite import SqliteLog
 from spanloop.pipeline.ports import new_record
 from spanloop.schemas.events import RoutingChanged, decode
 from spanloop.schemas.ids import gateway_span_id, gateway_trace_id
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-URL = "/v1/chat/completions"
-
-
-@asynccontextmanager
-async def gateway(tmp_path, *, upstream=None, training=True, routing=True, **sections):
-    """A running gateway before ``upstream`` (an application; none: the embedded server with two versions)."""
-    if upstream is None:
-        for version in (1, 2):
-            save_version(tmp_path, version)
-        upstream = EmbeddedServer(settings_of(tmp_path)).application()
-    async with TestServer(upstream) as server:
-        sections["gateway"] = {"upstream": str(server.make_url("/v1")), **sections.get("gateway", {})}
-        settings = settings_of(tmp_path, content={"training": training}, **sections)
-        log = MemoryLog(SystemClock())
-        if routing:
-            log.append([new_record(RoutingChanged(sequence=1, champion=1))])
-        redactor = Redactor(settings.content, b"k" * 32)
-        made = Gateway(settings, log, redact=lambda span: redactor.span(span, trusted=True))
-        async with TestClient(TestServer(made.application())) as client:
-            yield SimpleNamespace(
-                client=client, log=log, gateway=made, server=server, url=str(client.make_url("/"))
-            )
-
-
-def spans(log):
-    return [span for r in log.read(["spans"], {}, 10_000) for span in decode(r.value).spans]
-
-
-async def recorded(log, count):
-    await until(lambda: len(spans(log)) >= count)
-    found = spans(log)
-    assert len(found) == count
-    return found
-
-
-def upstream_of(handler):
-    app = web.Application()
-    app.router.add_post(URL, handler)
-    return app
 
 
 async def test_a_call_is_served_and_recorded(tmp_path):

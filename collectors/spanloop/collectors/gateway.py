@@ -28,7 +28,7 @@ from spanloop.collectors.gateway_follow import Follower
 from spanloop.collectors.gateway_metrics import GatewayMetrics
 from spanloop.collectors.gateway_record import Redact, call_event
 from spanloop.collectors.gateway_recorder import Recorder
-from spanloop.collectors.gateway_routes import PASSED, PREFIXES, extra_route
+from spanloop.collectors.gateway_routes import PASSED, PREFIXES, extra_route, is_control, path_below_session
 from spanloop.collectors.gateway_shapes import SHAPES, Shape
 from spanloop.collectors.gateway_spool import Spool
 from spanloop.collectors.gateway_targets import Target, Targets
@@ -154,14 +154,16 @@ class Gateway:
     async def passed(self, request: web.Request) -> web.StreamResponse:
         """Routes that go on unchanged and are not recorded."""
         tenant = self._tenant(request)
+        path = path_below_session(request.rel_url.raw_path, below="session" in request.match_info)
+        if is_control(path):
+            raise web.HTTPNotFound
         data = await request.read()
         target, base = self.targets.own, ""
         if response_id := request.match_info.get("response_id"):
             target, base = self._holder(tenant, response_id)
         elif model := request.match_info.get("model") or _named_model(data):
             target = self.targets.of(model)
-        path = request.path
-        return await self.upstream.forward(request, target, path[path.index("/v1/") + 3 :], data, base)
+        return await self.upstream.forward(request, target, path.removeprefix("/v1"), data, base)
 
     async def models(self, request: web.Request) -> web.Response:
         """GET /v1/models: the policy alias and what the upstreams have."""

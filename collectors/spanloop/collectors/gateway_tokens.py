@@ -133,7 +133,7 @@ def call_tokens(response: Mapping[str, Any], *, greedy: bool = False) -> CallTok
     """
     choices = maps(response.get("choices"))
     if len(choices) != 1:
-        return CallTokens(problem=f"{len(choices)} choices")
+        return CallTokens(problem=f"{len(choices)} choices", gave_none=not choices)
     choice = choices[0]
     prompt_ids = _ids(response.get("prompt_token_ids") or choice.get("prompt_token_ids"))
     response_ids = _ids(choice.get("token_ids"))
