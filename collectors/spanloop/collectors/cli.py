@@ -1,9 +1,8 @@
-"""``spanloop import`` and ``spanloop feedback``."""
+"""``spanloop feedback``; ``spanloop import`` is in ``import_cli``."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 import urllib.error
 import urllib.parse
@@ -13,6 +12,7 @@ from typing import Any
 
 import click
 
+from spanloop.collectors.import_cli import import_
 from spanloop.schemas.errors import ConfigError, SchemaError, TransientError
 from spanloop.schemas.settings import Settings, load_settings
 
@@ -35,68 +35,6 @@ def _settings(config: Path | None, workspace: Path | None, tenant: str | None) -
     if tenant is not None:
         flags["tenant"] = tenant
     return load_settings(config, flags)
-
-
-@click.command("import")
-@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
-@_WORKSPACE
-@_CONFIG
-@click.option("--tenant", help="Tenant of the spans.  [default: the settings' tenant]")
-@click.option("--json", "as_json", is_flag=True, help="Print the counts as one JSON line.")
-def import_(
-    paths: tuple[Path, ...], workspace: Path | None, config: Path | None, tenant: str | None, as_json: bool
-) -> None:
-    """Append files (or folders) of OTLP spans to a workspace's log.
-
-    Reads OTLP/JSON (one request a line, or one document) and OTLP protobuf behind lengths, gzipped or not; the format
-    is found out. Importing again adds nothing. Exit code 3: some records were refused, the others are in.
-
-    \b
-    spanloop import spans.otlp.jsonl
-    spanloop import traces/ --workspace /var/lib/spanloop --json
-    """
-    from spanloop.collectors.batches import Intake
-    from spanloop.collectors.importers.otlp_files import Imported, import_files, span_files
-    from spanloop.collectors.redaction import Redactor, workspace_key
-    from spanloop.pipeline.log.open import open_log
-
-    settings = _settings(config, workspace, tenant)
-    files = span_files(list(paths))
-    settings.workspace.mkdir(mode=0o700, parents=True, exist_ok=True)
-    redactor = Redactor(settings.content, workspace_key(settings))
-    intake = Intake(redactor, settings.collector.max_attribute_bytes, keep_content=settings.content.training)
-    last = time.monotonic()
-
-    def progress(path: Path, so_far: Imported) -> None:
-        nonlocal last
-        if time.monotonic() - last >= 1.0:
-            last = time.monotonic()
-            click.echo(f"{path}: {so_far.spans} spans so far", err=True)
-
-    log = open_log(settings)
-    try:
-        found = import_files(
-            files,
-            log,
-            intake,
-            tenant=settings.tenant,
-            max_nesting=settings.collector.max_nesting,
-            progress=progress,
-        )
-    finally:
-        log.close()
-    for reason in found.reasons:
-        click.echo(f"refused: {reason}", err=True)
-    if as_json:
-        counts = {k: getattr(found, k) for k in ("files", "spans", "events", "duplicates", "rejected")}
-        click.echo(json.dumps(counts))
-    else:
-        click.echo(
-            f"{found.spans} spans from {found.files} files: {found.events} new events, {found.duplicates} known "
-            f"already, {found.rejected} refused"
-        )
-    if found.rejected:
-        sys.exit(SchemaError.exit_code)
 
 
 @click.command()

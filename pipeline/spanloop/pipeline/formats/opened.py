@@ -43,9 +43,14 @@ class Source(msgspec.Struct, frozen=True):
         return f"{self.path.name}:{self.member}" if self.member else self.path.name
 
     @property
+    def repeatable(self) -> bool:
+        """Whether it can be read twice."""
+        return str(self.path) != STDIN and self.path.is_file()
+
+    @property
     def size(self) -> int:
         """Bytes to get through, packed as they are; 0: not known."""
-        if str(self.path) == STDIN:
+        if not self.repeatable:
             return 0
         if not self.member:
             return self.path.stat().st_size

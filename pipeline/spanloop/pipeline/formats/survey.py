@@ -28,7 +28,7 @@ _FORMAT = "event_log.format"
 _PLACE = "survey.place"
 _TEXT_MAX = 200
 _NONE: frozenset[str] = frozenset()
-_EVENT = dict.fromkeys(
+_EVENT: dict[str, frozenset[str]] = dict.fromkeys(
     ("id", "t", "type", "agent", "role", "from", "to", "tool", "content_ref", "trusted", "spanloop_type", "confidence", "rule",
      "status", "triggered", "mode", "call_id"),
     _NONE,
@@ -50,7 +50,7 @@ _REWARDS = frozenset(
 )
 _COSTS = frozenset({"tokens", "wall_clock_s", "tool_calls", "messages"})
 _METRICS = frozenset({"task_success", "parallelism_efficiency", "protocol_overhead", "error_amplification"})
-_HEADER = {
+_HEADER: dict[str, frozenset[str]] = {
     **dict.fromkeys(("trace_id", "task_id", "system", "topology"), _NONE),
     "rewards": _REWARDS, "costs": _COSTS, "metrics": _METRICS,
 }  # fmt: skip
