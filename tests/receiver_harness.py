@@ -47,6 +47,7 @@ class Running:
         self.url, self.log, self.receiver, self.client = url, log, receiver, client
         self.grpc: GrpcFront | None = None
         self.starting = asyncio.Lock()
+        self.runner: web.AppRunner | None = None
         self.channels: dict[Any, grpc.aio.Channel] = {}
 
     async def call(
@@ -111,6 +112,7 @@ async def receiver(log: Log | None = None, **sections: Any) -> AsyncIterator[Run
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         async with aiohttp.ClientSession() as client:
             running = Running(url, log, front, client)
+            running.runner = runner
             try:
                 yield running
             finally:

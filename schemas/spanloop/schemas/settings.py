@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tomllib
 from datetime import datetime
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -378,8 +379,7 @@ class Settings(BaseSettings):
             ("gateway", self.gateway.host),
             ("serving", self.serving.host),
         ):
-            loopback = host in {"localhost", "::1"} or host.startswith("127.")
-            if not loopback and (name == "serving" or not self.credentials):
+            if not _is_loopback(host) and (name == "serving" or not self.credentials):
                 hint = "serving has no authentication" if name == "serving" else "no [[credentials]] are set"
                 raise ValueError(
                     f"{name}.host = {host!r} is reachable from outside and {hint}: use 127.0.0.1 or add them"
@@ -401,6 +401,14 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return (env_settings, init_settings)
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens on ``host``; a name other than localhost may mean anything."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -24,11 +24,14 @@ from spanloop.pipeline.otlp.decoded import (
     hex_id,
     with_flags,
 )
+from spanloop.pipeline.otlp.deep_json import TOO_DEEP, shallower
 from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.spans import Span, SpanEvent, SpanLink
 
 __all__ = ["decode_json", "decode_request", "parse_json"]
 
+_LEVELS = 4 * MAX_NESTING + 24
+"""Lists and maps in JSON around a value of MAX_NESTING levels."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _INT = re.compile(r"-?[0-9]{1,40}\Z")
 _HEX = re.compile(r"[0-9a-fA-F]*\Z")
@@ -50,16 +53,23 @@ def decode_json(body: bytes, max_nesting: int = MAX_NESTING) -> DecodedBatch:
 
 def parse_json(body: bytes) -> tuple[Any, bool]:
     """(value, True) of JSON bytes; (value, False) when it holds lone surrogates, bad UTF-8 or NaN literals that
-    the strict parser refuses and the walk must repair. Raises SchemaError when it is no JSON."""
+    the strict parser refuses and the walk must repair. Raises SchemaError when it is no JSON. Where it is nested deeper than can be
+    parsed, TOO_DEEP stands for what is below."""
+    try:
+        return _parse(body)
+    except RecursionError:
+        try:
+            return _parse(shallower(body, _LEVELS))
+        except RecursionError as exc:
+            raise SchemaError("the JSON body is nested too deep") from exc
+
+
+def _parse(body: bytes) -> tuple[Any, bool]:
     try:
         return msgspec.json.decode(body), True
-    except RecursionError as exc:
-        raise SchemaError("the JSON body is nested too deep") from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as strict:
         try:
             return json.loads(body.decode("utf-8", "surrogateescape")), False
-        except RecursionError as exc:
-            raise SchemaError("the JSON body is nested too deep") from exc
         except ValueError as exc:
             raise SchemaError(f"the body is not JSON: {strict}") from exc
 
@@ -190,6 +200,8 @@ def _value(raw: Any, depth: int, flags: list[str], key: str) -> Any:
     if raw is None:
         return None
     if type(raw) is not dict:
+        if raw == TOO_DEEP:
+            raise BadSpanError(f"the value of attribute {key[:80]!r} is nested too deep", "nesting")
         raise BadSpanError(
             f"the value of attribute {key[:80]!r} is {_kind(raw)}, expected an object like {{'stringValue': ...}}"
         )
