@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 from made_spans import S, hex16, hex32
+from openinference_spans import openinference_span
 
 from spanloop.schemas.ids import gateway_span_id, gateway_trace_id
 from spanloop.schemas.spans import Span, SpanLink
@@ -70,5 +71,5 @@ def a_span(draw) -> Span:
     )
 
 
-forests = st.lists(a_span(), min_size=1, max_size=18)
+forests = st.lists(a_span() | openinference_span(), min_size=1, max_size=18)
 seeds = st.integers(0, 2**32)
