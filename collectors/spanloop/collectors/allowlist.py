@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-__all__ = ["DROP", "KEEP", "LABELS", "MESSAGES", "TREE", "classify"]
+__all__ = ["DROP", "KEEP", "LABELS", "MESSAGES", "RECORDED", "TREE", "classify"]
 
 KEEP = "keep"
 """An identifier, name, number or state: kept when its text looks like a label."""
@@ -20,6 +20,8 @@ LABELS = "labels"
 """JSON of labels and numbers (token counts, a quoted name): each is kept like one of KEEP."""
 TREE = "tree"
 """JSON of arguments or results: keys kept, every text and number replaced one by one."""
+RECORDED = "recorded"
+"""What a function got or gave: like TREE, but the messages in a model's request or answer like MESSAGES."""
 DROP = "drop"
 """Replaced as a whole."""
 
@@ -100,13 +102,15 @@ _TREE = """
 gen_ai.tool.call.arguments gen_ai.tool.call.result tool_arguments tool_response final_result input.value
 output.value tool.parameters input output request_data response metadata traceloop.entity.input
 traceloop.entity.output gcp.vertex.agent.llm_request gcp.vertex.agent.llm_response
-gcp.vertex.agent.tool_call_args gcp.vertex.agent.tool_response langfuse.observation.input
-langfuse.observation.output mlflow.spanInputs mlflow.spanOutputs ai.toolCall.args ai.toolCall.result
+gcp.vertex.agent.tool_call_args gcp.vertex.agent.tool_response ai.toolCall.args ai.toolCall.result
 gen_ai.task.input gen_ai.task.output
+"""
+_RECORDED = """
+langfuse.observation.input langfuse.observation.output mlflow.spanInputs mlflow.spanOutputs
 """
 _EVENT_KEEP = frozenset({"role", "id", "index", "finish_reason", "name"})
 _TABLE: dict[str, str] = {}
-for _kind, _keys in ((TREE, _TREE), (MESSAGES, _MESSAGES), (LABELS, _LABELS), (KEEP, _KEEP)):
+for _kind, _keys in ((TREE, _TREE), (RECORDED, _RECORDED), (MESSAGES, _MESSAGES), (LABELS, _LABELS), (KEEP, _KEEP)):
     _TABLE.update((key, _kind) for key in _keys.split())
 _PATTERNS = (
     (
@@ -126,7 +130,7 @@ _PATTERNS = (
 
 @lru_cache(4096)
 def classify(key: str, event: bool = False) -> str:
-    """KEEP, MESSAGES, LABELS, TREE or DROP for an attribute key; ``event``: of a GenAI message event.
+    """KEEP, MESSAGES, RECORDED, LABELS, TREE or DROP for an attribute key; ``event``: of a GenAI message event.
 
     >>> classify("gen_ai.request.model"), classify("gen_ai.tool.call.arguments"), classify("customer.note")
     ('keep', 'tree', 'drop')

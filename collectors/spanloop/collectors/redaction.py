@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from spanloop.collectors.allowlist import DROP, KEEP, LABELS, MESSAGES, classify
+from spanloop.collectors.allowlist import DROP, KEEP, LABELS, MESSAGES, RECORDED, classify
 from spanloop.pipeline.otlp.decoded import FLAGS
 from spanloop.schemas.canonical import canonical_json
 from spanloop.schemas.errors import ConfigError, TransientError
@@ -86,6 +86,8 @@ _OUTCOMES = frozenset({"ok", "success", "error", "failed"})
 """Values of a result's ``status`` that say how it went and nothing else."""
 _SCHEMAS = frozenset({"parameters", "parameters_json_schema", "input_schema", "outer_typed_dict_key"})
 """JSON Schemas of tools: only their equality matters, so they go as a whole."""
+_DIALOGUES = frozenset({"messages", "choices", "output", "input", "content"})
+"""Keys of a model's request or answer that hold messages or parts of them."""
 _MAX_DEPTH = 64
 _SHORT = 2_048
 _SHORT_MAX = 4_096
@@ -230,6 +232,8 @@ class Redactor:
             return key, self._keep(value)
         if kind is LABELS:
             return key, self._label_json(value)
+        if kind is RECORDED:
+            return key, self._json(value, self._recorded, 0)
         if kind is not DROP:
             return key, self._json(value, self._messages if kind is MESSAGES else self._top, 0)
         if key in _TEMPLATES and type(value) is str and len(value) <= 256 and not _has_secret(value):
@@ -323,6 +327,19 @@ class Redactor:
             for k, v in value.items()
         }
 
+    def _recorded(self, value: Any, depth: int) -> Any:
+        """The messages of a model's request or answer as messages, everything else as arguments or results."""
+        if _are_messages(value) or (type(value) is dict and "role" in value and "content" in value):
+            return self._messages(value, depth)
+        if type(value) is not dict:
+            return self._tree(value, depth)
+        return {
+            self._clean_key(k): self._messages(v, depth + 1)
+            if k in _DIALOGUES and _are_messages(v)
+            else self._json(v, self._tree, depth + 1)
+            for k, v in value.items()
+        }
+
     def _tree(self, value: Any, depth: int) -> Any:
         """Arguments and results: keys stay, leaves go."""
         if depth > _MAX_DEPTH:
@@ -337,6 +354,16 @@ class Redactor:
                 for k, v in value.items()
             }
         return self._drop(value)
+
+
+def _are_messages(value: Any) -> bool:
+    return (
+        type(value) is list
+        and bool(value)
+        and all(
+            type(m) is dict and ("role" in m or "message" in m or type(m.get("type")) is str) for m in value
+        )
+    )
 
 
 def looks_like_label(text: str) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 from spanloop.pipeline.assembly.calls import Calls
 from spanloop.pipeline.assembly.delegations import Delegation, Delegations, above
+from spanloop.pipeline.assembly.doubt import lower_confidence
 from spanloop.pipeline.assembly.interventions import add_told_interventions
 from spanloop.pipeline.assembly.logged import LoggedEvents, add_logged_events, logged_agents
 from spanloop.pipeline.assembly.messages import add_messages
@@ -149,6 +150,7 @@ def infer_events(tree: Tree, calls: Calls, found: Delegations) -> Inference:
     add_said_events(work)
     add_logged_events(work)
     add_told_interventions(work)
+    lower_confidence(work)
     work.events.sort(key=lambda e: (e.t_ns, RANK[e.type], e.id))
     return work
 
