@@ -14,6 +14,7 @@ import msgspec
 from spanloop.pipeline.assembly.batch import assemble_spans
 from spanloop.pipeline.assembly.report import aligned, orchestration_line, orchestration_table, trace_row
 from spanloop.pipeline.assembly.survey import SurveyTrace, from_survey, is_survey, survey_of, to_survey
+from spanloop.pipeline.ports import Log
 from spanloop.schemas import topics
 from spanloop.schemas.errors import ConfigError, SchemaError
 from spanloop.schemas.events import OrchestrationRevised, RewardsComputed, decode
@@ -28,6 +29,8 @@ _SURVEY_BYTES = 256 * 2**20
 _REASONS = 5
 _NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _json = msgspec.json.Encoder().encode
+_Key = tuple[str, str]
+"""Tenant and orchestration."""
 
 _form = [
     click.option(
@@ -169,15 +172,27 @@ def _print_objects(objects: Iterable[dict[str, Any]], form: str) -> None:
 @click.option("--workspace", type=click.Path(path_type=Path), help="Folder of the workspace. Default: the settings' one.")  # fmt: skip
 @_forms
 @click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="Newest so many.")
-def traces(workspace: Path | None, form: str | None, limit: int) -> None:
+@click.option(
+    "--format",
+    "shape",
+    type=click.Choice(["rows", "survey"]),
+    default="rows",
+    show_default=True,
+    help="survey: whole traces in the survey's format, one a line; what was imported from it comes out as it was.",
+)
+def traces(workspace: Path | None, form: str | None, limit: int, shape: str) -> None:
     """List the orchestrations of a workspace, newest first: last revision, agents, tokens, reward, policy
     versions.
 
     \b
     spanloop traces --workspace .spanloop --limit 5
     spanloop traces --ndjson | jq 'select(.reward == null)'
+    spanloop traces --format survey --limit 100 > survey.jsonl
     """
     settings = load_settings(None, {"workspace": workspace} if workspace is not None else None)
+    if shape == "survey":
+        _print_objects(_documents(settings, limit), "json" if form == "json" else "ndjson")
+        return
     rows = sorted(_rows(settings), key=lambda row: (-row["started_ns"], row["orchestration_id"]))
     form = form or ("table" if sys.stdout.isatty() else "ndjson")
     if form != "table":
@@ -193,26 +208,56 @@ def traces(workspace: Path | None, form: str | None, limit: int) -> None:
     click.echo(f"({min(limit, len(rows))} of {len(rows)} orchestrations)")
 
 
+def _documents(settings: Settings, limit: int) -> Iterator[dict[str, Any]]:
+    """The newest orchestrations in the survey's format."""
+    from spanloop.pipeline.formats.survey_export import survey_documents
+    from spanloop.pipeline.log.open import open_log
+
+    log = open_log(settings, create=False)
+    try:
+        last, rewards = _read_log(log)
+        found = [
+            (revised.content, rewards.get(key))
+            for key, revised in last.items()
+            if revised.content is not None
+        ]
+        found.sort(key=lambda item: (-item[0].started_ns, item[0].orchestration_id))
+        for document, note in survey_documents(log, found[:limit]):
+            if note:
+                click.echo(note, err=True)
+            if document is not None:
+                yield document
+    finally:
+        log.close()
+
+
 def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
     """One row for each orchestration that was not merged into another, from its last revision."""
     from spanloop.pipeline.log.open import open_log
-    from spanloop.pipeline.log.scan import scan
 
     log = open_log(settings, create=False)
-    rewards: dict[tuple[str, str], RewardsComputed] = {}
-    last: dict[tuple[str, str], OrchestrationRevised] = {}
     try:
-        for record in scan(log, (topics.REWARDS, topics.ORCHESTRATIONS)):
-            try:
-                event = decode(record.value)
-            except SchemaError:
-                continue
-            if isinstance(event, RewardsComputed):
-                rewards[(event.tenant, event.orchestration_id)] = event
-            elif isinstance(event, OrchestrationRevised):
-                last[(event.tenant, event.orchestration_id)] = event
+        last, rewards = _read_log(log)
     finally:
         log.close()
     for key, revised in last.items():
         if revised.content is not None:
             yield trace_row(revised, revised.content, rewards.get(key))
+
+
+def _read_log(log: Log) -> tuple[dict[_Key, OrchestrationRevised], dict[_Key, RewardsComputed]]:
+    """Last revisions and last rewards by tenant and orchestration."""
+    from spanloop.pipeline.log.scan import scan
+
+    rewards: dict[_Key, RewardsComputed] = {}
+    last: dict[_Key, OrchestrationRevised] = {}
+    for record in scan(log, (topics.REWARDS, topics.ORCHESTRATIONS)):
+        try:
+            event = decode(record.value)
+        except SchemaError:
+            continue
+        if isinstance(event, RewardsComputed):
+            rewards[(event.tenant, event.orchestration_id)] = event
+        elif isinstance(event, OrchestrationRevised):
+            last[(event.tenant, event.orchestration_id)] = event
+    return last, rewards
