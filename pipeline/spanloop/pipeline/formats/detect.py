@@ -36,17 +36,18 @@ class Format(Protocol):
 FORMATS: tuple[Format, ...] = (openai_agents, phoenix, langfuse, tau_bench, who_and_when, survey)
 """All but OTLP, in order."""
 NAMES = ("otlp", *(f.NAME for f in FORMATS))
-_WRAPPERS = ("data", "spans", "traces", "resourceLogs")
+_WRAPPERS = ("data", "spans", "traces")
 _MAX_WRAPS = 4
 
 
 def format_of(value: Any) -> str:
     """Name of the format of a parsed record; empty: none that we know."""
-    for item in _records(value, _MAX_WRAPS):
-        if otlp.matches(item):
-            return otlp.NAME
-        return next((f.NAME for f in FORMATS if f.matches(item)), "")
-    return ""
+    item = next(_records(value, _MAX_WRAPS), None)
+    if not isinstance(item, dict):
+        return ""
+    if otlp.matches(item):
+        return otlp.NAME
+    return next((f.NAME for f in FORMATS if f.matches(item)), "")
 
 
 def read_json(body: bytes, wanted: str = "", max_nesting: int = MAX_NESTING) -> Read:

@@ -118,7 +118,7 @@ class Stream:
                 at += 1
                 depth += 1 if byte in b"[{" else -1
                 if depth <= 0:
-                    return at - self._at
+                    return at - self._at if at - self._at <= limit else -2
                 continue
             if len(self._buffer) - self._at > limit:
                 return -2
