@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-seeds stack test test-full lint bench controls soak vllm-env lock clean
+.PHONY: help demo demo-seeds stack test test-full lint bench fuzz controls soak vllm-env lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
@@ -51,7 +51,10 @@ lint: $(READY) ## Style, types and the rules between rooms
 	@$(BIN)/lint-imports
 
 bench: $(READY) ## Run benchmarks/*.py and rewrite benchmarks/results/*.json
-	@set -e; for b in benchmarks/*.py; do case $$b in benchmarks/_*|*demo_seeds*|*controls*) continue;; esac; echo "==> $$b"; $(BIN)/python $$b; done
+	@set -e; for b in benchmarks/*.py; do case $$b in benchmarks/_*|*demo_seeds*|*controls*|*fuzz*) continue;; esac; echo "==> $$b"; $(BIN)/python $$b; done
+
+fuzz: $(READY) ## A million corrupted OTLP requests: no crash, no hang, no valid neighbour lost (about 15 minutes; benchmarks/results/fuzz.json)
+	@$(BIN)/python benchmarks/fuzz.py
 
 controls: $(READY) ## Shuffled credit and withheld feedback: nothing may be learned (about 15 minutes)
 	@$(BIN)/python benchmarks/controls.py

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -82,21 +83,43 @@ def decode_request(data: Any, max_nesting: int = MAX_NESTING, exact: bool = True
     groups = _either(data, "resourceSpans", "resource_spans")
     if groups is None and data and not {"resourceSpans", "resource_spans"} & data.keys():
         raise SchemaError(f"expected resourceSpans in an OTLP request, found {sorted(map(str, data))[:5]}")
-    for group in _objects(groups, "resourceSpans"):
-        resource = _resource(group.get("resource"), max_nesting, exact)
-        scopes = _either(group, "scopeSpans", "scope_spans")
-        if scopes is None:  # the name before OTLP 0.19
-            scopes = _either(group, "instrumentationLibrarySpans", "instrumentation_library_spans")
-        for scope_spans in _objects(scopes, "scopeSpans"):
-            scope = scope_spans.get("scope")
-            scope = scope if type(scope) is dict else {}
-            origin = Origin(resource, _label(scope.get("name")), _label(scope.get("version")))
-            for raw in _list(scope_spans.get("spans"), "spans"):
-                try:
-                    batch.spans.append(_span(raw, origin, max_nesting, exact))
-                except BadSpanError as exc:
-                    batch.rejected.append(Rejected(str(exc), _raw(raw), exc.kind))
+    for group in _list(groups, "resourceSpans"):
+        if group is not None:
+            _alone(_group, group, batch, max_nesting, exact)
+    if not batch.spans and batch.rejected and all(r.kind == "request" for r in batch.rejected):
+        raise SchemaError(batch.rejected[0].reason)
     return batch
+
+
+def _alone(read: Callable[..., None], raw: Any, batch: DecodedBatch, *rest: Any) -> None:
+    """Read one group or scope; one that is none is refused as a whole and its neighbours go on."""
+    try:
+        read(raw, batch, *rest)
+    except SchemaError as exc:
+        batch.rejected.append(Rejected(exc.message, _raw(raw), "request"))
+
+
+def _group(raw: Any, batch: DecodedBatch, depth: int, exact: bool) -> None:
+    group = _object(raw, "resourceSpans")
+    resource = _resource(group.get("resource"), depth, exact)
+    scopes = _either(group, "scopeSpans", "scope_spans")
+    if scopes is None:  # the name before OTLP 0.19
+        scopes = _either(group, "instrumentationLibrarySpans", "instrumentation_library_spans")
+    for scope_spans in _list(scopes, "scopeSpans"):
+        if scope_spans is not None:
+            _alone(_scope, scope_spans, batch, resource, depth, exact)
+
+
+def _scope(raw: Any, batch: DecodedBatch, resource: dict[str, Any], depth: int, exact: bool) -> None:
+    scope_spans = _object(raw, "scopeSpans")
+    scope = scope_spans.get("scope")
+    scope = scope if type(scope) is dict else {}
+    origin = Origin(resource, _label(scope.get("name")), _label(scope.get("version")))
+    for raw_span in _list(scope_spans.get("spans"), "spans"):
+        try:
+            batch.spans.append(_span(raw_span, origin, depth, exact))
+        except BadSpanError as exc:
+            batch.rejected.append(Rejected(str(exc), _raw(raw_span), exc.kind))
 
 
 def _span(raw: Any, origin: Origin, depth: int, exact: bool) -> Span:
@@ -353,14 +376,10 @@ def _list(raw: Any, what: str) -> list[Any]:
     return raw
 
 
-def _objects(raw: Any, what: str) -> list[dict[str, Any]]:
-    found = []
-    for item in _list(raw, what):
-        if type(item) is dict:
-            found.append(item)
-        elif item is not None:
-            raise SchemaError(f"an element of {what} is {_kind(item)}, expected an object")
-    return found
+def _object(raw: Any, what: str) -> dict[str, Any]:
+    if type(raw) is not dict:
+        raise SchemaError(f"an element of {what} is {_kind(raw)}, expected an object")
+    return raw
 
 
 def _list_of_span(raw: Any, what: str, any_: bool = False) -> list[Any]:
