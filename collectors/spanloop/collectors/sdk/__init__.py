@@ -4,11 +4,6 @@ It records into the host's OpenTelemetry and raises nothing into the host. ``pip
 """
 
 from spanloop.collectors.sdk._acts import (
-    Act,
-    Decision,
-    ModelCall,
-    Run,
-    Tool,
     agent,
     aggregate,
     decision,
@@ -24,6 +19,7 @@ from spanloop.collectors.sdk._acts import (
 from spanloop.collectors.sdk._failures import failures, raise_in_tests
 from spanloop.collectors.sdk._harness import runtime_versions
 from spanloop.collectors.sdk._instrumentor import SpanloopInstrumentor, instrument, uninstrument
+from spanloop.collectors.sdk._kinds import Act, Decision, ModelCall, Run, Tool
 from spanloop.collectors.sdk._outcomes import feedback, flush_feedback
 from spanloop.collectors.sdk._propagation import ThreadPool, bind, extract, inject
 

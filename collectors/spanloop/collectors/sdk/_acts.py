@@ -10,41 +10,22 @@ model call that decided (a block or a response id).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, Unpack
 
-from opentelemetry.context import Context, set_value
 from opentelemetry.trace import Link, SpanKind
 
 from spanloop.collectors.sdk import _values
-from spanloop.collectors.sdk._blocks import RUN, Block, Spec, attributes_of
+from spanloop.collectors.sdk._blocks import Block, Spec, attributes_of
 from spanloop.collectors.sdk._failures import failed
-from spanloop.collectors.sdk._harness import Harness, register_tool
+from spanloop.collectors.sdk._kinds import Act, Decision, ModelCall, Run, Tool
 from spanloop.collectors.sdk._menus import add_decision
-from spanloop.collectors.sdk._propagation import carrier_of, contexts_in
-from spanloop.collectors.sdk._runtime import Runtime, active
+from spanloop.collectors.sdk._propagation import contexts_in
 from spanloop.schemas import sdk_attributes as names
 
 __all__ = [
-    "Act",
-    "Decision",
-    "Menu",
-    "ModelCall",
-    "Run",
-    "Tool",
-    "agent",
-    "aggregate",
-    "decision",
-    "delegate",
-    "guardrail",
-    "message",
-    "model_call",
-    "receive",
-    "spawn",
-    "stop",
-    "tool",
+    "Menu", "agent", "aggregate", "decision", "delegate", "guardrail", "message", "model_call", "receive", "spawn", "stop", "tool",
 ]  # fmt: skip
 
-F = TypeVar("F", bound=Callable[..., Any])
 _UNKNOWN = Spec("unknown", {})
 
 
@@ -58,163 +39,6 @@ class Menu(TypedDict, total=False):
     decision: Any
     call: Any
     attributes: Mapping[str, Any] | None
-
-
-class Act(Block):
-    """Spawn, delegate, message, receive, aggregate, stop or guardrail."""
-
-    __slots__ = ()
-
-    @property
-    def carrier(self) -> dict[str, str]:
-        """Headers that let another process, thread or queue go on inside this act (``extract``, ``receive``)."""
-        return carrier_of(self._context) if self._span is not None else {}
-
-    def triggered(self, verdict: bool) -> None:
-        """A guardrail's verdict: whether it stopped something."""
-        self._tell({"gen_ai.guardrail.triggered": bool(verdict)})
-
-    def result(self, value: Any) -> None:
-        """What came of it; kept only where message content is captured."""
-        self._content("output.value", value)
-
-
-class Decision(Block):
-    """A decision told apart from its act, or one not to act."""
-
-    __slots__ = ()
-
-    def choose(self, option: str, *, by_policy: bool | None = None) -> str:
-        """Tell what was chosen; returns it."""
-        try:
-            attributes: dict[str, Any] = {}
-            attributes[names.CHOSEN] = _values.label(option, attributes, names.OPTION_CHARS)
-            if isinstance(by_policy, bool):
-                attributes[names.BY_POLICY] = by_policy
-            self._tell(attributes)
-        except Exception as exc:
-            failed("telling a choice", exc)
-        return option
-
-
-class Tool(Block):
-    """A tool's execution."""
-
-    __slots__ = ()
-
-    def __call__(self, function: Any) -> Any:
-        """Decorate a tool; it becomes part of the harness."""
-        try:
-            register_tool(self._spec.attributes.get("gen_ai.tool.name", ""), function)
-        except Exception as exc:
-            failed("registering a tool", exc)
-        return super().__call__(function)
-
-    def result(self, value: Any) -> None:
-        """What it gave; kept only where message content is captured."""
-        self._content("gen_ai.tool.call.result", value)
-
-
-class Run(Block):
-    """One run of an agent."""
-
-    __slots__ = ("_outer", "harness")
-
-    def __init__(self, spec: Spec) -> None:
-        super().__init__(spec)
-        self._outer: Run | None = None
-        self.harness: Harness | None = None
-
-    @property
-    def agent(self) -> str:
-        """The agent's name."""
-        return self._spec.attributes.get("gen_ai.agent.name", "")
-
-    @property
-    def carrier(self) -> dict[str, str]:
-        """Headers that let another process or thread go on inside this run."""
-        return carrier_of(self._context) if self._span is not None else {}
-
-    def result(self, value: Any) -> None:
-        """The run's answer; kept only where message content is captured."""
-        self._content("output.value", value)
-
-    def _inner(self, context: Context, runtime: Runtime) -> Context:
-        outer = context.get(RUN)
-        self._outer = outer if isinstance(outer, Run) else None
-        self.harness = Harness(*(self._spec.extra or ("", (), ())))
-        return set_value(RUN, self, context)
-
-    def _close(self, exc: BaseException | None) -> None:
-        try:
-            self._tell_harness()
-        except Exception as problem:
-            failed("the harness fingerprint", problem)
-        super()._close(exc)
-
-    def _tell_harness(self) -> None:
-        runtime, harness = active(), self.harness
-        if runtime is None or harness is None:
-            return
-        found = harness.fingerprint(runtime.hash_key)
-        if found:
-            self._tell({names.HARNESS: found})
-        if self._outer is not None and self._outer.harness is not None:
-            self._outer.harness.include(harness)
-
-
-class ModelCall(Block):
-    """A model call: a turn."""
-
-    __slots__ = ()
-
-    def _inner(self, context: Context, runtime: Runtime) -> Context:
-        run = context.get(RUN)
-        if isinstance(run, Run) and run.harness is not None and self._spec.extra is not None:
-            run.harness.saw(*self._spec.extra)
-        return context
-
-    def response(
-        self,
-        *,
-        id: str = "",  # noqa: A002  the conventions' word
-        model: str = "",
-        input_tokens: int | None = None,
-        output_tokens: int | None = None,
-        finish_reasons: Any = (),
-        tool_calls: Any = (),
-    ) -> None:
-        """What came back.
-
-        Args:
-            tool_calls: (id, name) of each tool call that the model asked for.
-        """
-        if self._span is None:
-            return
-        try:
-            found: dict[str, Any] = {}
-            for key, value in (("gen_ai.response.id", id), ("gen_ai.response.model", model)):
-                if value:
-                    found[key] = _values.label(value, found)
-            usage = {"gen_ai.usage.input_tokens": input_tokens, "gen_ai.usage.output_tokens": output_tokens}
-            found |= {k: int(v) for k, v in usage.items() if isinstance(v, int) and 0 <= v < 2**53}
-            reasons = _values.labels(list(finish_reasons), found, 16)
-            if reasons:
-                found["gen_ai.response.finish_reasons"] = reasons
-            asked = [
-                {"type": "tool_call", "id": _values.label(i, found), "name": _values.label(n, found)}
-                for i, n in list(tool_calls)[:128]
-            ]
-            if asked:
-                found["gen_ai.output.messages"] = (
-                    _values.content([{"role": "assistant", "parts": asked}], found) or ""
-                )
-            self._tell(found)
-        except Exception as exc:
-            failed("reading a response", exc)
-
-
-# ---------------------------------------------------------------- making them
 
 
 def agent(
@@ -241,10 +65,8 @@ def agent(
         found = attributes_of("agent", attributes)
         called = _values.label(name, found) or "agent"
         found |= {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": called}
-        if conversation:
-            found["gen_ai.conversation.id"] = _values.label(conversation, found)
-        if task_key:
-            found["spanloop.task.key"] = _values.label(task_key, found)
+        _values.add_label(found, "gen_ai.conversation.id", conversation)
+        _values.add_label(found, "spanloop.task.key", task_key)
         harness = (_values.label(model, found), tools, _texts(system_prompt))
         return Spec(f"invoke_agent {called}", found, extra=harness)
 
@@ -264,7 +86,9 @@ def delegate(to: Any, *, pass_control: bool = False, **menu: Unpack[Menu]) -> Ac
         pass_control: a hand-over: the other one answers in this one's place.
     """
     mode = "pass_control" if pass_control else "return_to_caller"
-    return _act("delegate", to, "delegate", menu, more={"gen_ai.transfer.mode": mode})
+    return _act(
+        "delegate", to, "delegate", menu, more=lambda found: found.update({"gen_ai.transfer.mode": mode})
+    )
 
 
 def message(to: Any, *, text: Any = None, **menu: Unpack[Menu]) -> Act:
@@ -293,23 +117,18 @@ def aggregate(sources: Any = (), *, method: str = "", **menu: Unpack[Menu]) -> A
         method: how; the choice where options are given.
     """
 
-    def more() -> dict[str, Any]:
+    def more(found: dict[str, Any]) -> None:
         given = sources if isinstance(sources, list | tuple | set | frozenset) else (sources,)
         spans = [_id_of(source) for source in list(given)[: names.SOURCES_MAX]]
-        found: dict[str, Any] = {}
         if any(spans):
             found[names.SOURCES] = [span for span in spans if span]
-        return found
 
-    return _act("aggregate", None, method or "aggregate", menu, more=_made(more, {}))
+    return _act("aggregate", None, method, menu, more=more)
 
 
 def stop(reason: str = "", **menu: Unpack[Menu]) -> Act:
     """End the run (O5); not to stop yet is ``decision("stop", ...)``."""
-    found: dict[str, Any] = {}
-    if reason:
-        found[names.REASON] = _values.label(reason, found)
-    return _act("stop", None, "stop", menu, more=found)
+    return _act("stop", None, "stop", menu, more=lambda found: _values.add_label(found, names.REASON, reason))
 
 
 def decision(
@@ -346,8 +165,7 @@ def tool(
         found = attributes_of("tool", attributes)
         called = _values.label(name, found) or "tool"
         found |= {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": called}
-        if call_id:
-            found["gen_ai.tool.call.id"] = _values.label(call_id, found)
+        _values.add_label(found, "gen_ai.tool.call.id", call_id)
         content = None if arguments is None else ("gen_ai.tool.call.arguments", arguments)
         return Spec(f"execute_tool {called}", found, content=content)
 
@@ -367,8 +185,7 @@ def model_call(
         found = attributes_of("model_call", attributes)
         called = _values.label(model, found)
         found |= {"gen_ai.operation.name": "chat", "gen_ai.request.model": called}
-        if provider:
-            found["gen_ai.provider.name"] = _values.label(provider, found)
+        _values.add_label(found, "gen_ai.provider.name", provider)
         return Spec(
             f"chat {called}".strip(), found, kind=SpanKind.CLIENT, extra=(called, _texts(system_prompt))
         )
@@ -391,16 +208,17 @@ def guardrail(name: str = "guardrail", *, attributes: Mapping[str, Any] | None =
 def _act(
     act: str,
     to: Any,
-    likely: str,
+    likely: Any,
     menu: Menu,
     *,
-    more: Any = None,
+    more: Callable[[dict[str, Any]], None] | None = None,
     content: tuple[str, Any] | None = None,
     kind: SpanKind = SpanKind.INTERNAL,
 ) -> Act:
     def spec() -> Spec:
         found = attributes_of(act, menu.get("attributes"))
-        found |= more or {}
+        if more is not None:
+            more(found)
         name = ""
         if to is not None:
             name = to.agent if isinstance(to, Run) else _target_of(to) or _values.label(to, found)
@@ -408,7 +226,8 @@ def _act(
             if isinstance(to, Block) and to.span_id:
                 found[names.TARGET_ID] = to.span_id
         if any(menu.get(key) is not None for key in ("options", "propensities", "chosen", "by_policy")):
-            guesses = (name, likely) if name else (likely,)
+            usual = _values.label(likely, found) or act
+            guesses = (name, usual) if name else (usual,)
             add_decision(found, act, menu.get("options"), menu.get("propensities"), menu.get("chosen"),
                          likely=guesses, by_policy=menu.get("by_policy"))  # fmt: skip
         decided = _id_of(menu.get("decision"))
@@ -428,12 +247,12 @@ def _texts(value: Any) -> tuple[str, ...]:
     )
 
 
-def _made(make: Callable[[], Any], otherwise: Any = _UNKNOWN) -> Any:
+def _made(make: Callable[[], Spec]) -> Spec:
     try:
         return make()
     except Exception as exc:
         failed("making a block", exc)
-        return otherwise
+        return _UNKNOWN
 
 
 def _id_of(block: Any) -> str:

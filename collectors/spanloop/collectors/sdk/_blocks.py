@@ -21,7 +21,7 @@ from spanloop.collectors.sdk._functions import wrap
 from spanloop.collectors.sdk._runtime import Runtime, active
 from spanloop.schemas import sdk_attributes as names
 
-__all__ = ["RUN", "Block", "Spec", "current_run"]
+__all__ = ["RUN", "Block", "Spec", "attributes_of"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -227,11 +227,6 @@ class Block:
             self._span.set_attributes(found)
         except Exception as exc:
             failed("capturing content", exc)
-
-
-def current_run() -> Any:
-    """The agent run that the host is in, None outside of any."""
-    return otel.get_value(RUN)
 
 
 def attributes_of(act: str, given: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import msgspec
 
 from spanloop.schemas import sdk_attributes as names
 
-__all__ = ["CONTENT_CHARS", "add", "content", "label", "labels", "probabilities"]
+__all__ = ["CONTENT_CHARS", "add", "add_label", "content", "label", "labels", "probabilities"]
 
 LABEL_CHARS = 256
 CONTENT_CHARS = 16_384
@@ -37,6 +37,13 @@ def label(value: Any, attributes: Attributes, most: int = LABEL_CHARS) -> str:
         attributes[names.TRUNCATED] = True
         found = found[:most]
     return found if found.isascii() else found.encode("utf-8", "replace").decode()
+
+
+def add_label(attributes: Attributes, key: str, value: Any) -> None:
+    """A name under ``key`` where there is one."""
+    text = label(value, attributes)
+    if text:
+        attributes[key] = text
 
 
 def labels(values: Any, attributes: Attributes, most: int, chars: int = LABEL_CHARS) -> list[str]:
