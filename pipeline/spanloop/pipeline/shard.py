@@ -25,7 +25,7 @@ from spanloop.pipeline.assembly.join import Component, Emitted, Seen, evidence_o
 from spanloop.pipeline.assembly.stage import AssemblyStage, refused_record
 from spanloop.pipeline.credit.value import dead_letter
 from spanloop.pipeline.dialects import decode_operation
-from spanloop.pipeline.dialects.operation import Operation
+from spanloop.pipeline.dialects.operation import Operation, encode_operation
 from spanloop.pipeline.held import Held
 from spanloop.pipeline.ports import LogRecord, StageOutput, alone, source_of
 from spanloop.pipeline.samples import is_holdout
@@ -256,7 +256,7 @@ class ShardStage:
                 fold.events.append(
                     EvidenceSeen(
                         tenant=tenant, evidence=key, trace_id=trace_id, side=seen.side,
-                        operation=encoded if seen.operation is not None else b"",
+                        operation=_end_bytes(seen, operation, encoded),
                     )
                 )  # fmt: skip
 
@@ -509,6 +509,13 @@ def _union(tenant: str, one: str, other: str) -> TracesJoined:
 
 def _placed(tenant: str, name: str, trace_ids: Iterable[str]) -> OrchestrationPlaced:
     return OrchestrationPlaced(tenant=tenant, orchestration_id=name, trace_id=min(trace_ids))
+
+
+def _end_bytes(seen: Seen, operation: Operation, encoded: bytes) -> bytes:
+    """What the owner of a piece of evidence must know of an operation."""
+    if seen.operation is None:
+        return b""
+    return encoded if seen.operation is operation else encode_operation(seen.operation)
 
 
 def _seen(trace_id: str, side: int, operation: bytes) -> Seen:

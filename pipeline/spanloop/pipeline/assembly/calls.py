@@ -1,7 +1,7 @@
 """Model calls of one orchestration: each logical call once, whoever recorded it.
 
-Spans are one call when they share a response id (the framework's span, the gateway's span, a re-export), or
-when a model span stands directly in another one of a different instrumentation layer. The call's place and
+Spans are one call when they share a response id (the framework's span, the gateway's span, a re-export), when a model span
+stands directly in another one of a different instrumentation layer, or as ``one_call`` finds the gateway's. The call's place and
 times come from the framework's outermost span; tokens, sampling and policy version from the gateway.
 Roll-ups on agents never count. Source: DIALECTS 2.5, RELIABILITY cases 10, 21, 23, 25.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 
+from spanloop.pipeline.assembly.one_call import above_call, pairs_by_text
 from spanloop.pipeline.assembly.tree import Tree
 from spanloop.pipeline.dialects.operation import CallFacts, GatewayFacts, Operation
 from spanloop.schemas.orchestration import MenuOption, ModelCall, TokenUsage, ToolCall
@@ -126,13 +127,15 @@ def collect_calls(tree: Tree) -> Calls:
         if ops[i].kind != "model_call" or facts is None or i in judged:
             continue
         head = by_response.get(facts.response_id, i) if facts.response_id else i
-        above = tree.parent[i]
+        above = above_call(tree, i)
         if head == i and above >= 0 and above in leader and _layered(ops[above], ops[i]):
             head = leader[above]
         leader[i] = head
         members.setdefault(head, []).append(i)
         if facts.response_id:
             by_response.setdefault(facts.response_id, head)
+    for head, into in pairs_by_text(tree, members).items():
+        members[into] += members.pop(head)
     calls = Calls(tree)
     groups = [
         sorted(group, key=lambda i: (_is_gateway(ops[i]), tree.agent[i] < 0)) for group in members.values()

@@ -1,6 +1,7 @@
 """Which traces are one orchestration: incremental union over evidence that two operations give together.
 
-Evidence: a span link into another trace; the gateway's span and a framework's span of one response id;
+Evidence: a span link into another trace; the gateway's span and a framework's span of one response id, or, where the
+framework keeps no id and the request had no trace context, of one model and the same texts, one within the other in time;
 inside one conversation, a root run whose task is an argument of a tool call of another trace that contains
 it in time. A conversation id alone joins nothing: a conversation has many runs. Two framework spans with
 one response id in different traces join nothing either: scripted models repeat their ids.
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 import msgspec
 
 from spanloop.pipeline.assembly.delegations import lost_in
+from spanloop.pipeline.assembly.one_call import text_ends
 from spanloop.pipeline.dialects.operation import Operation, decode_operation
 from spanloop.schemas.ids import orchestration_id
 
@@ -182,6 +184,8 @@ def evidence_of(operation: Operation) -> Iterator[tuple[str, Seen]]:
     if call is not None and call.response_id:
         side = 0 if call.gateway is not None else 1
         yield f"r/{call.response_id}", Seen(operation.trace_id, None, side)
+    for key, bare, end in text_ends(operation):
+        yield key, Seen(operation.trace_id, bare, end)
     if operation.conversation:
         if operation.tool is not None:
             for text in operation.tool.argument_hashes:

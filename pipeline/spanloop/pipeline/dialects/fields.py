@@ -16,10 +16,12 @@ from spanloop.schemas.canonical import digest
 from spanloop.schemas.spans import Span
 
 __all__ = [
+    "answer_hash",
     "answered_calls",
     "argument_hashes",
     "asked_calls",
     "base_fields",
+    "calls_hash",
     "first",
     "first_user_hash",
     "fresh_answers",
@@ -170,6 +172,20 @@ def first_user_hash(conversation: Any) -> str:
         if role == "user" and part.get("type", "text") == "text":
             return text_hash(part.get("content"))
     return ""
+
+
+def answer_hash(conversation: Any, asked: tuple[Asked, ...] = ()) -> str:
+    """``text_hash`` of the first text in a model's answer; without one, a hash of the ids of the tool calls that it asks for."""
+    for _, part in _parts(conversation):
+        if part.get("type", "text") == "text" and (found := text_hash(part.get("content"))):
+            return found
+    return calls_hash(asked)
+
+
+def calls_hash(asked: tuple[Asked, ...]) -> str:
+    """A hash of the ids of tool calls that an answer asks for; empty where one has none."""
+    ids = [call.id for call in asked]
+    return "calls:" + digest(*ids)[:16] if ids and all(ids) else ""
 
 
 def argument_hashes(arguments: Any) -> tuple[str, ...]:

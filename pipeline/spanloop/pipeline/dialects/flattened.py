@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from spanloop.pipeline.dialects.fields import messages, text
+from spanloop.pipeline.dialects.fields import calls_hash, messages, text
 from spanloop.pipeline.dialects.operation import Asked, text_hash
 
 __all__ = ["Conversation", "asked_in", "read_conversation"]
@@ -41,6 +41,8 @@ class Conversation(msgspec.Struct, frozen=True):
     """``text_hash`` of the first user message."""
     turns: int = 0
     """Answers in the input behind the last user message: earlier calls of the same run."""
+    answer_hash: str = ""
+    """``CallFacts.answer_hash``."""
 
 
 def read_conversation(attributes: dict[str, Any]) -> Conversation:
@@ -65,12 +67,14 @@ def read_conversation(attributes: dict[str, Any]) -> Conversation:
     last = max(models, default=-1)
     users = [i for i, role in roles.items() if role in _USER]
     behind = max(users, default=-1)
+    asked = tuple(Asked(*calls[place]) for place in sorted(calls))
     return Conversation(
-        asked=tuple(Asked(*calls[place]) for place in sorted(calls)),
+        asked=asked,
         answered=tuple(sorted(set(results.values()) - {""})),
         fresh=tuple(sorted({call for i, call in results.items() if i > last} - {""})),
         task_hash=_said(attributes, min(users)) if users else "",
         turns=sum(i > behind for i in models),
+        answer_hash=_said(attributes, 0, _OUT) or calls_hash(asked),
     )
 
 
@@ -87,10 +91,10 @@ def _place(key: str) -> tuple[int, int]:
     return _index(key), int(number) if number.isdecimal() and len(number) < 9 else -1
 
 
-def _said(attributes: dict[str, Any], i: int) -> str:
-    """``text_hash`` of message ``i`` of the input."""
-    whole = text_hash(attributes.get(f"{_IN}{i}.message.content"))
-    return whole or text_hash(attributes.get(f"{_IN}{i}.message.contents.0.message_content.text"))
+def _said(attributes: dict[str, Any], i: int, side: str = _IN) -> str:
+    """``text_hash`` of message ``i`` of the input, or of the answer."""
+    whole = text_hash(attributes.get(f"{side}{i}.message.content"))
+    return whole or text_hash(attributes.get(f"{side}{i}.message.contents.0.message_content.text"))
 
 
 def asked_in(value: Any) -> tuple[Asked, ...]:

@@ -21,6 +21,7 @@ NAME = "gateway"
 SCOPE = "spanloop.gateway"
 
 _SAMPLING = ("frequency_penalty", "max_tokens", "presence_penalty", "seed", "temperature", "top_k", "top_p")
+_OWN_SAMPLING = ("min_p", "min_tokens", "repetition_penalty")
 
 
 def matches(span: Span) -> bool:
@@ -44,9 +45,10 @@ def read(span: Span) -> Operation:
     elif menus and len(menus) != len(response):
         flags, menus = (*flags, "token_arrays_differ"), ()
     sampling = {
-        name: attributes[f"gen_ai.request.{name}"]
-        for name in _SAMPLING
-        if isinstance(attributes.get(f"gen_ai.request.{name}"), int | float)
+        name: value
+        for prefix, names in (("gen_ai.request.", _SAMPLING), ("spanloop.request.", _OWN_SAMPLING))
+        for name in names
+        if isinstance(value := attributes.get(prefix + name), int | float)
     }
     facts = GatewayFacts(
         policy_version=text(attributes.get("spanloop.policy.version")),
@@ -58,7 +60,10 @@ def read(span: Span) -> Operation:
         response_token_ids=response,
         logprobs=logprobs,
         menus=menus,
+        asked_model=text(attributes.get("gen_ai.request.model")),
     )
+    if attributes.get("spanloop.backend_gave_none") is True:
+        flags = (*flags, "backend_gave_none")
     return msgspec.structs.replace(
         operation, flags=flags, call=msgspec.structs.replace(operation.call, gateway=facts)
     )

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from spanloop.pipeline.dialects.fields import (
+    answer_hash,
     answered_calls,
     argument_hashes,
     asked_calls,
@@ -33,6 +34,7 @@ from spanloop.pipeline.dialects.operation import (
     Handover,
     Operation,
     ToolFacts,
+    text_hash,
 )
 from spanloop.schemas.spans import Span
 
@@ -200,6 +202,7 @@ def call_facts(attributes: dict[str, Any]) -> tuple[CallFacts, bool]:
         answered=answered_calls(history),
         task_hash=first_user_hash(history),
         fresh=fresh_answers(history),
+        answer_hash=answer_hash(output, asked) or text_hash(attributes.get("gen_ai.completion.0.content")),
     )
     return facts, not (output_ok and history_ok)
 

@@ -133,6 +133,7 @@ def _call_facts(span: Span, talk: Conversation, *, overwritten: bool) -> CallFac
         lost=talk.turns if overwritten else 0,
         task_hash=talk.task_hash,
         fresh=talk.fresh,
+        answer_hash="" if overwritten else talk.answer_hash,
     )
 
 

@@ -60,6 +60,8 @@ class GatewayFacts(msgspec.Struct, frozen=True, array_like=True):
     response_token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     menus: tuple[tuple[tuple[int, float], ...], ...] = ()
+    asked_model: str = ""
+    """What the client put in ``model``: the policy's alias, where a version answered."""
 
 
 class CallFacts(msgspec.Struct, frozen=True, array_like=True):
@@ -82,6 +84,8 @@ class CallFacts(msgspec.Struct, frozen=True, array_like=True):
     """``text_hash`` of the first user message in the input."""
     fresh: tuple[str, ...] = ()
     """Ids of the tool calls whose results stand at the end of the input, behind the last answer."""
+    answer_hash: str = ""
+    """``text_hash`` of the answer's first text; of an answer that only asks for tool calls, a hash of their ids."""
 
 
 class ToolFacts(msgspec.Struct, frozen=True, array_like=True):
