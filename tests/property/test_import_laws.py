@@ -4,7 +4,7 @@ run; readers never raise, whatever the values."""
 from __future__ import annotations
 
 import json
-import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +123,7 @@ class DyingLog(MemoryLog):
 @given(data=st.data())
 def test_a_run_that_dies_anywhere_and_is_run_again_is_one_run(data, whole, tmp_path, monkeypatch):
     monkeypatch.setattr(importing, "_GROUP_RECORDS", data.draw(st.integers(1, 9)))
-    folder = tmp_path / str(random.random())
-    folder.mkdir()
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
     cut = data.draw(st.integers(0, len(ALL)))
     lines = [json.dumps(r).encode() for r in ALL]
     paths = [written(folder / f"{n}", part) for n, part in enumerate((lines[:cut], lines[cut:])) if part]

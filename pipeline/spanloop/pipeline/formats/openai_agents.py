@@ -33,7 +33,7 @@ _NO_TIME = 1
 
 def matches(value: dict[str, Any]) -> bool:
     """An object of the SDK's exporter."""
-    return value.get("object") in _OBJECTS and "id" in value
+    return words(value.get("object")) in _OBJECTS and "id" in value
 
 
 def read(value: dict[str, Any]) -> Read:
