@@ -10,18 +10,26 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from foreign_files import LINES, langfuse_trace, native, survey_document, tau_try
+from made_spans import Desk
 from otlp_requests import as_json, span
 
+from spanloop.collectors.batches import Intake
+from spanloop.collectors.deadletters_replay import replay
 from spanloop.collectors.import_cli import import_
 from spanloop.collectors.importers.importing import Importer
 from spanloop.collectors.importers.showing import Progress
+from spanloop.collectors.redaction import Redactor
+from spanloop.pipeline.assembly.cli import traces
 from spanloop.pipeline.formats.opened import Source
 from spanloop.pipeline.formats.survey import document_of
+from spanloop.pipeline.letters import read_letters
 from spanloop.pipeline.log.scan import scan
 from spanloop.pipeline.log.sqlite import SqliteLog
+from spanloop.pipeline.ports import new_record
 from spanloop.schemas import topics
 from spanloop.schemas.errors import ConfigError
-from spanloop.schemas.events import Event, decode
+from spanloop.schemas.events import Event, SpansReceived, decode
+from spanloop.schemas.settings import Content
 
 
 def run(*words: object, stdin: bytes | None = None):
@@ -232,3 +240,46 @@ def test_otlp_requests_stay_one_event_a_trace(tmp_path):
     path = tmp_path / "x"
     path.write_bytes(as_json([span(1), span(2)]) + b"\n" + as_json([span(3)]))
     assert counts(path, "--workspace", tmp_path / "w")["events"] == 2
+
+
+def test_imported_survey_traces_and_others_come_out_of_the_workspace(tmp_path):
+    """Import, assemble as the pipeline does, export: the imported document is whole, another orchestration is told."""
+    config = tmp_path / "s.toml"
+    config.write_text("[content]\ntraining = true\n")
+    path = write(tmp_path / "file", [survey_document(), *native()])
+    counts(path, "--workspace", tmp_path / "w", "--config", config)
+    desk = Desk(quiet_s=1, timeout_s=5)
+    for event in on_log(tmp_path / "w", topics.SPANS):
+        assert isinstance(event, SpansReceived)
+        desk.send(*event.spans, source=event.source)
+    desk.later(1000)
+    log = SqliteLog(tmp_path / "w" / "spanloop.db")
+    log.append([new_record(event) for event in desk.events])
+    log.close()
+    done = CliRunner().invoke(
+        traces, ["--workspace", str(tmp_path / "w"), "--format", "survey"], catch_exceptions=False
+    )
+    newest, imported = [json.loads(line) for line in done.stdout.splitlines()]
+    assert imported == survey_document()
+    assert newest["system"] == "spanloop"
+    again = write(tmp_path / "again", [newest, imported])
+    found = counts(again, "--workspace", tmp_path / "v", "--config", config)
+    assert (found["rejected"], found["files"]) == (0, 1)
+
+
+def test_a_refused_record_of_a_file_is_read_again_from_its_letter(tmp_path):
+    config = tmp_path / "s.toml"
+    config.write_text("[content]\ntraining = true\n")
+    record = native()[2]
+    path = write(tmp_path / "file", [record])
+    counts(path, "--workspace", tmp_path / "w", "--config", config, "--format", "phoenix")
+    log = SqliteLog(tmp_path / "w" / "spanloop.db")
+    try:
+        redactor = Redactor(Content(training=True), b"k" * 32)
+        (letter,) = read_letters(log)
+        (done,) = replay(log, [letter], Intake(redactor, 65_536, keep_content=True))
+    finally:
+        log.close()
+    assert done.outcome == "sent"
+    (event,) = on_log(tmp_path / "w", topics.SPANS)
+    assert [s.attributes["openai_agents.span_type"] for s in event.spans] == ["generation"]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from spanloop.collectors.batches import Intake
+from spanloop.pipeline.formats.detect import read_json
 from spanloop.pipeline.letters import Letter, Originals
 from spanloop.pipeline.otlp.decode_any import decode_any_json
 from spanloop.pipeline.otlp.decode_logs_protobuf import decode_logs_protobuf
@@ -130,7 +131,8 @@ def _spans(letter: Letter, intake: Intake) -> list[NewRecord] | Replayed:
 
 
 def _readings(data: bytes) -> Iterable[DecodedBatch]:
-    """What the bytes may be: JSON or protobuf, from a whole request down to one span or log record."""
+    """What the bytes may be: a record of a file, JSON or protobuf, from a whole request down to one span or log record."""
+    yield read_json(data)
     for before, after in (
         (b"", b""),
         (b'{"resourceSpans":[{"scopeSpans":[{"spans":[', b"]}]}]}"),

@@ -18,7 +18,7 @@ _SUMMARY = {
     "assemble": "Turn a file of spans into orchestration traces, one a line.",
     "process": "A worker of the Kafka runtime: spans to orchestrations, rewards, credit, samples.",
     "ingest": "Take in what the OpenTelemetry Collector's Kafka exporter writes.",
-    "import": "Append a file of spans to a workspace's log.",
+    "import": "Append files to the log: OTLP, openai-agents, Langfuse, Phoenix, benchmark logs.",
     "replay": "Make orchestrations, rewards, credit and samples again from the archive, also under other rewards.",
     "diff": "Compare two replays: what changes, and what the learner would have been taught.",
     "archive": "Keep the log as Parquet files, on disk or in S3; check, merge, show them.",
