@@ -22,7 +22,7 @@ NAME = "spanloop_sdk"
 
 _KIND = {"spawn": "handover", "delegate": "handover", "message": "message", "receive": "message",
          "aggregate": "act", "stop": "act", "decision": "act"}  # fmt: skip
-_MODES = frozenset({"return_to_caller", "pass_control"})
+_MODES = ("return_to_caller", "pass_control")
 
 
 def matches(span: Span) -> bool:
