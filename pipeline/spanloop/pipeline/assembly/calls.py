@@ -150,13 +150,16 @@ def collect_calls(tree: Tree) -> Calls:
 
 
 def _add_unplaced(calls: Calls) -> None:
-    """Calls on the spans of agent runs without any of their own."""
+    """Calls that are told on the runs, or on the messages, of agents without any of their own."""
     tree = calls.tree
     known = set(calls.agent)
+    instances = {op.instance: i for i, op in enumerate(tree.ops) if op.instance and op.kind == "agent_run"}
     for i, op in enumerate(tree.ops):
-        if op.call is None or op.kind != "agent_run":
+        if op.call is None or op.kind not in ("agent_run", "message"):
             continue
         run = tree.same_run.get(i, tree.turn_of.get(i, i))
+        if op.kind == "message":
+            run = instances.get(op.message.sender, -1) if op.message is not None else -1
         if run not in known:
             calls.unplaced.add(len(calls.groups))
             calls.groups.append([i])

@@ -15,9 +15,10 @@ from collections.abc import Iterable
 from spanloop.pipeline.assembly.calls import Calls
 from spanloop.pipeline.assembly.delegations import Delegation, Delegations, above
 from spanloop.pipeline.assembly.doubt import lower_confidence
+from spanloop.pipeline.assembly.human import add_human
 from spanloop.pipeline.assembly.interventions import add_told_interventions
 from spanloop.pipeline.assembly.logged import LoggedEvents, add_logged_events, logged_agents
-from spanloop.pipeline.assembly.messages import add_messages
+from spanloop.pipeline.assembly.messages import add_messages, tree_end
 from spanloop.pipeline.assembly.safety import add_safety, failed
 from spanloop.pipeline.assembly.said import SAID, add_said_events
 from spanloop.pipeline.assembly.tree import Tree
@@ -146,6 +147,7 @@ def infer_events(tree: Tree, calls: Calls, found: Delegations) -> Inference:
     _tools(work)
     add_safety(work)
     add_messages(work)
+    add_human(work)
     _stops(work)
     add_said_events(work)
     add_logged_events(work)
@@ -195,7 +197,8 @@ def _deciding_call(work: Inference, d: Delegation) -> int:
 
 def _decision(work: Inference, source: int, call: int, taken: list[Delegation]) -> None:
     """One decision for the turn; without model spans one for delegations that overlap."""
-    entry = source not in work.found.into
+    into = work.found.into.get(source)
+    entry = into is None or into.rule == "node_of_engine"
     counted = [d for d in taken if entry or d.mode != "pass_control"]
     if not counted or (source < 0 and not _named_source(work, counted[0])):
         return
@@ -339,6 +342,8 @@ def _stops(work: Inference) -> None:
                 continue
             done.add(flow)
             op = work.tree.ops[flow]
+        else:
+            op = tree_end(work.found, work.tree, i)
         if op.end_ns <= 0:
             continue
         work.add("stop", op.end_ns, "end_of_entry_run", 0.5 if i in missing else 1.0, (op.span_id,), agent=i,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from spanloop.pipeline.assembly.human import HUMAN
+
 if TYPE_CHECKING:
     from spanloop.pipeline.assembly.infer import Inference
 
@@ -11,10 +13,10 @@ __all__ = ["add_told_interventions"]
 
 
 def add_told_interventions(work: Inference) -> None:
-    """One event for each person's decision: from the user to the agent that waited for it, when it was made."""
+    """One event for each person's decision: from the person to the agent that waited for it, when it was made."""
     for i, op in enumerate(work.tree.ops):
         if op.kind != "human":
             continue
         tool = op.tool.tool if op.tool is not None else ""
         work.add("human_intervention", max(op.end_ns, op.start_ns), "user_decision", 1.0, (op.span_id,), agent=-1,
-                 name="user", to=work.agent_of(i), tool=tool, operation=i)  # fmt: skip
+                 name=HUMAN, to=work.agent_of(i), tool=tool, operation=i)  # fmt: skip

@@ -3,7 +3,8 @@
 Evidence: a span link into another trace; the gateway's span and a framework's span of one response id, or, where the
 framework keeps no id and the request had no trace context, of one model and the same texts, one within the other in time;
 inside one conversation, a root run whose task is an argument of a tool call of another trace that contains
-it in time. A conversation id alone joins nothing: a conversation has many runs. Two framework spans with
+it in time, or that is resumed with a tool call that another run put off; messages of one team, near in time, that
+lost their links. A conversation id alone joins nothing: a conversation has many runs. Two framework spans with
 one response id in different traces join nothing either: scripted models repeat their ids.
 
 Invariants: the partition and every buffer depend on the set of operations ever added, never on order or
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 import msgspec
 
 from spanloop.pipeline.assembly.delegations import lost_in
+from spanloop.pipeline.assembly.human import pause_ends
 from spanloop.pipeline.assembly.one_call import text_ends
 from spanloop.pipeline.dialects.operation import Operation, decode_operation
 from spanloop.schemas.ids import orchestration_id
@@ -29,6 +31,11 @@ MAX_SPANS = 50_000
 _MAX_EVIDENCE = 64
 """Operations remembered for one piece of evidence; a response id or a text that stands in more is no
 evidence."""
+ANY = 2
+"""Side of evidence all of whose ends belong together."""
+_TEAM_NS = 10_000_000_000
+"""A team whose messages lost their links is silent no longer than this within one run."""
+_TEAM_STRETCHES = 64
 RELEVANT = frozenset(
     {"agent_run", "model_call", "tool_call", "handover", "guardrail", "workflow", "message", "logged"}
 )
@@ -175,7 +182,19 @@ class Seen(msgspec.Struct, frozen=True):
     trace_id: str
     operation: Operation | None
     side: int
-    """0: gateway's span or tool call; 1: framework's span or run. Only ends of different sides join."""
+    """0: gateway's span, tool call or paused run; 1: framework's span, run or resumed run. Only ends of different
+    sides join; ANY joins all."""
+
+
+def team_keys(operation: Operation) -> list[str]:
+    """Keys of a message whose links were lost: its team, in each stretch of time that it touches or borders on."""
+    facts = operation.message
+    team = facts.receiver.partition("/")[2] if facts is not None else ""
+    if not team:
+        return []
+    begin, end = operation.start_ns, max(operation.start_ns, operation.end_ns)
+    last = min(end // _TEAM_NS + 1, begin // _TEAM_NS + _TEAM_STRETCHES)
+    return [f"i/{team}/{stretch}" for stretch in range(begin // _TEAM_NS, last + 1)]
 
 
 def evidence_of(operation: Operation) -> Iterator[tuple[str, Seen]]:
@@ -186,6 +205,11 @@ def evidence_of(operation: Operation) -> Iterator[tuple[str, Seen]]:
         yield f"r/{call.response_id}", Seen(operation.trace_id, None, side)
     for key, bare, end in text_ends(operation):
         yield key, Seen(operation.trace_id, bare, end)
+    for key, end in pause_ends(operation):
+        yield key, Seen(operation.trace_id, None, end)
+    if operation.message is not None and not operation.links:
+        for key in team_keys(operation):
+            yield key, Seen(operation.trace_id, None, ANY)
     if operation.conversation:
         if operation.tool is not None:
             for text in operation.tool.argument_hashes:
@@ -199,11 +223,13 @@ def match(known: list[Seen], new: Seen) -> tuple[list[str], bool]:
     """Traces that ``new`` joins to its own by one piece of evidence, and whether it was added to ``known``."""
     others = []
     for seen in known:
-        if seen.side == new.side or seen.trace_id == new.trace_id:
+        if seen.trace_id == new.trace_id or (seen.side == new.side and new.side != ANY):
             continue
         tool, run = (seen, new) if seen.side == 0 else (new, seen)
         if tool.operation is None or run.operation is None or lost_in(tool.operation, run.operation):
             others.append(seen.trace_id)
+    if new.side == ANY:
+        del others[1:]  # those known are one already
     if len(known) < _MAX_EVIDENCE and new not in known:
         known.append(new)
         return others, True

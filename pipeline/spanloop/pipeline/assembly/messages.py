@@ -14,12 +14,13 @@ import msgspec
 
 from spanloop.pipeline.assembly.names import folded
 from spanloop.pipeline.assembly.tree import Tree
+from spanloop.pipeline.dialects.operation import Operation
 
 if TYPE_CHECKING:
     from spanloop.pipeline.assembly.delegations import Delegations
     from spanloop.pipeline.assembly.infer import Inference
 
-__all__ = ["Message", "add_messages", "find_messages", "first_contacts"]
+__all__ = ["Message", "add_messages", "find_messages", "first_contacts", "tree_end"]
 
 TOPIC = "sender_and_receiver"
 _STEPS = 8
@@ -239,6 +240,21 @@ def first_contacts(tree: Tree, found: Delegations) -> list[Message]:
     return sorted(first.values(), key=lambda m: (m.t_ns, m.receiver))
 
 
+def tree_end(found: Delegations, tree: Tree, entry: int) -> Operation:
+    """The run with which the job of ``entry`` ends: its own, or the last of those it passed control or spoke to.
+    Its end is 0 while one of them is unfinished."""
+    last, waiting, seen = entry, [entry], {entry}
+    while waiting:
+        for d in found.by_source.get(waiting.pop(), ()):
+            if d.mode not in ("pass_control", "message") or d.target in seen:
+                continue
+            seen.add(d.target)
+            waiting.append(d.target)
+            if tree.ops[last].end_ns > 0 and not 0 < tree.ops[d.target].end_ns <= tree.ops[last].end_ns:
+                last = d.target
+    return tree.ops[last]
+
+
 def add_messages(work: Inference) -> None:
     """Events for the messages between agents without a delegation either way, and for the turns that saw several."""
     tree = work.tree
@@ -251,6 +267,8 @@ def add_messages(work: Inference) -> None:
             continue
         if m.sender in engines or m.receiver in engines:
             continue
+        if m.rule == TOPIC and all(turn.start_ns < m.t_ns for turn in tree.turns_of(m.receiver)):
+            continue  # it was told, and never spoke again
         work.add("message", m.t_ns, m.rule, m.confidence, m.evidence, agent=m.sender, to=m.receiver)
         if m.rule != TOPIC:
             heard.setdefault(m.receiver, []).append(m)

@@ -13,6 +13,7 @@ from spanloop.pipeline.assembly.delegations import Delegations, find_delegations
 from spanloop.pipeline.assembly.edges import build_edges
 from spanloop.pipeline.assembly.infer import Inference, infer_events
 from spanloop.pipeline.assembly.join import Component, Emitted
+from spanloop.pipeline.assembly.joined import joined_flags
 from spanloop.pipeline.assembly.log_events import fold_log_events
 from spanloop.pipeline.assembly.tree import Tree, build_tree
 from spanloop.schemas.canonical import content_hash
@@ -31,6 +32,7 @@ def build_content(component: Component) -> OrchestrationContent:
     model_calls = _model_calls(work, found)
     tokens, rolled_up = token_usage(model_calls, tree)
     flags = _flags(component, tree)
+    flags.update(joined_flags(tree, calls, found))
     if rolled_up:
         flags["usage_from_rollup"] = 0
     return OrchestrationContent(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from spanloop.pipeline.assembly.engines import mark_engines
 from spanloop.pipeline.assembly.names import folded
 from spanloop.pipeline.assembly.nodes import Routed, resolve_nodes
 from spanloop.pipeline.assembly.turns import merge_turns
@@ -83,6 +84,7 @@ def build_tree(operations: Iterable[Operation]) -> Tree:
     _order(tree)
     if any(op.node is not None for op in ops):
         resolve_nodes(tree)
+    mark_engines(tree)
     merge_turns(tree)
     _find_virtual(tree)
     _place(tree)
@@ -95,7 +97,7 @@ def _cut_cycles(tree: Tree) -> None:
     """Make the operation with the smallest (start, id) of each cycle a root."""
     state = bytearray(len(tree.ops))
     for start in range(len(tree.ops)):
-        path = []
+        path: list[int] = []
         node = start
         while node >= 0 and not state[node]:
             state[node] = 1

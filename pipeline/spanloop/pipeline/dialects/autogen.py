@@ -2,16 +2,17 @@
 
 A team's run is many traces: each publish is a root that links to the create span of its message. An agent lives on
 over its turns under one id (``name_team/team``), which names the sender and the receiver of a message too. There
-are no spans of model calls.
+are no spans of model calls; their usage stands on the messages that they made.
 """
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from spanloop.pipeline.dialects import genai
-from spanloop.pipeline.dialects.fields import base_fields, text
-from spanloop.pipeline.dialects.operation import MessageFacts, Operation
+from spanloop.pipeline.dialects.fields import base_fields, integer, messages, text
+from spanloop.pipeline.dialects.operation import CallFacts, MessageFacts, Operation
 from spanloop.schemas.spans import Span
 
 __all__ = ["NAME", "matches", "read"]
@@ -39,9 +40,28 @@ def read(span: Span) -> Operation:
     fields = base_fields(span)
     fields["kind"] = "unknown"
     if attributes["messaging.operation"] == "process":
-        fields["kind"] = "message"
-        fields["message"] = _message_facts(span)
+        told = _told(attributes)
+        asks = told.get("type") == "UserInputRequestedEvent"
+        fields.update(
+            kind="human" if asks else "message", message=_message_facts(span), call=_call_facts(told)
+        )
     return Operation(**fields)
+
+
+def _told(attributes: dict[str, Any]) -> dict[str, Any]:
+    """What a member tells its team: each of its messages goes there once, before the team's topic repeats it."""
+    body, _ = messages(attributes.get("message"))
+    told = body.get("message") if isinstance(body, dict) else None
+    return told if isinstance(told, dict) else {}
+
+
+def _call_facts(told: dict[str, Any]) -> CallFacts | None:
+    """The usage of the model call that made a message; the only trace that the call leaves."""
+    used = told.get("models_usage")
+    if not isinstance(used, dict):
+        return None
+    tokens_in, tokens_out = integer(used.get("prompt_tokens")), integer(used.get("completion_tokens"))
+    return CallFacts(input_tokens=tokens_in, output_tokens=tokens_out) if tokens_in or tokens_out else None
 
 
 def _message_facts(span: Span) -> MessageFacts:

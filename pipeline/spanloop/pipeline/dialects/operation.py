@@ -115,9 +115,15 @@ class AgentFacts(msgspec.Struct, frozen=True, array_like=True):
     handed_by: str = ""
     """Name of the agent that the span says came before it."""
     said: tuple[str, ...] = ()
-    """``echo_hashes`` of the run's last answer."""
+    """``answer_echoes`` of the run's last answer."""
     heard: tuple[str, ...] = ()
-    """``echo_hashes`` of the pieces of the run's input."""
+    """``input_echoes`` of the pieces of the run's input."""
+    pending: tuple[str, ...] = ()
+    """Ids of the tool calls that the run ended without: somebody else is to approve or to execute them."""
+    resumed: tuple[str, ...] = ()
+    """Ids of the tool calls whose results the run was started with."""
+    asks_human: bool = False
+    """It ended to have tool calls approved."""
 
 
 class Handover(msgspec.Struct, frozen=True, array_like=True):

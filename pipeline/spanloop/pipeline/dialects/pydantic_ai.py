@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 
 from spanloop.pipeline.dialects import genai
-from spanloop.pipeline.dialects.fields import argument_hashes, text
-from spanloop.pipeline.dialects.operation import Operation, ToolFacts
+from spanloop.pipeline.dialects.fields import argument_hashes, integer, messages, text
+from spanloop.pipeline.dialects.operation import AgentFacts, Operation, ToolFacts
+from spanloop.pipeline.dialects.pauses import open_calls, resumed_calls
 from spanloop.schemas.spans import Span
 
 __all__ = ["NAME", "matches", "read"]
@@ -24,6 +25,8 @@ NAME = "pydantic_ai"
 _TASKS = ("pydantic_ai.all_messages", "all_messages_events")
 _RUN_MARKS = frozenset({*_TASKS, "final_result"})
 """Attributes of an agent's run, which had no operation name before convention 3."""
+_DEFERRED = frozenset({"approvals", "calls"})
+"""Keys of the result of a run that put tool calls off."""
 _OUTPUT_MESSAGE = "running output function"
 _DEFAULT_OUTPUT_TOOL = "final_result"
 
@@ -40,7 +43,28 @@ def read(span: Span) -> Operation:
     if "gen_ai.operation.name" not in span.attributes and not _RUN_MARKS.isdisjoint(span.attributes):
         run = {**span.attributes, "gen_ai.operation.name": "invoke_agent"}
         span = msgspec.structs.replace(span, attributes=run)
-    return Operation(**genai.read_fields(span, _tool_facts, _TASKS))
+    fields = genai.read_fields(span, _tool_facts, _TASKS)
+    if fields["kind"] == "agent_run":
+        fields["run"] = _with_pause(fields["run"], span.attributes)
+    return Operation(**fields)
+
+
+def _with_pause(run: AgentFacts, attributes: dict[str, Any]) -> AgentFacts:
+    """A run with the tool calls that it put off, or was resumed with. Ids come from the messages, which keep them
+    where content is dropped."""
+    result, _ = messages(attributes.get("final_result"))
+    deferred = isinstance(result, dict) and result.keys() >= _DEFERRED
+    waits = deferred and bool(result["approvals"] or result["calls"])
+    begin = integer(attributes.get("pydantic_ai.new_message_index"))
+    if not waits and not begin:
+        return run
+    conversation, _ = messages(attributes.get("pydantic_ai.all_messages"))
+    return msgspec.structs.replace(
+        run,
+        pending=open_calls(conversation) if waits else (),
+        asks_human=waits and bool(result["approvals"]),
+        resumed=resumed_calls(conversation, begin) if begin else (),
+    )
 
 
 def _tool_facts(span: Span) -> ToolFacts:

@@ -1,0 +1,49 @@
+"""Why traces are one orchestration, beyond links and response ids, and which calls came to nothing: counted as flags."""
+
+from __future__ import annotations
+
+from spanloop.pipeline.assembly.calls import Calls
+from spanloop.pipeline.assembly.delegations import Delegations
+from spanloop.pipeline.assembly.human import pauses
+from spanloop.pipeline.assembly.tree import Tree
+
+__all__ = ["dead_calls", "joined_flags"]
+
+
+def joined_flags(tree: Tree, calls: Calls, found: Delegations) -> dict[str, int]:
+    """``joined_by_task``, ``joined_by_approval``, ``joined_by_team`` and ``dead_calls`` with their counts, zeros left out."""
+    ops = tree.ops
+    flags = {
+        "joined_by_task": sum(
+            d.tool >= 0
+            and d.rule == "task_is_tool_argument"
+            and ops[d.tool].trace_id != ops[d.target].trace_id
+            for d in found.all
+        ),
+        "joined_by_approval": sum(ops[i].trace_id != ops[j].trace_id for i, j in pauses(tree)),
+        "joined_by_team": sum(
+            op.message is not None and bool(op.message.receiver) and not op.links for op in ops
+        ),
+        "dead_calls": len(dead_calls(tree, calls, found)),
+    }
+    return {name: count for name, count in flags.items() if count}
+
+
+def dead_calls(tree: Tree, calls: Calls, found: Delegations) -> list[int]:
+    """Calls that an agent made after it had passed control on, before it got it back: nobody used their answers."""
+    dead = set()
+    for d in found.all:
+        if d.mode != "pass_control" or d.tool < 0 or d.source < 0:
+            continue
+        handed = tree.ops[d.tool].end_ns
+        turn = max(
+            (t for t in tree.turns_of(d.source) if t.start_ns <= handed),
+            key=lambda t: t.start_ns,
+            default=None,
+        )
+        if turn is None:
+            continue
+        for call in calls.of_agent.get(d.source, ()):
+            if handed <= calls.start(call) <= turn.end_ns:
+                dead.add(call)
+    return sorted(dead)
