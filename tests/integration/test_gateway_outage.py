@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestServer
 from gateway_support import URL, gateway, spans
 from serving_support import WORDS, chat, save_version, settings_of, until
 
-from spanloop.collectors.gateway_spool import open_spools
+from spanloop.collectors.gateway_spools import open_spools
 from spanloop.learner.serving.embedded import EmbeddedServer
 from spanloop.pipeline.log.sqlite import SqliteLog
 from spanloop.pipeline.ports import new_record
@@ -118,8 +118,14 @@ async def test_killed_while_the_log_is_away_it_loses_nothing_that_it_spooled(tmp
             return (await health(deployed, url))["queue"] == 0
 
         await wait_for(empty)
-        second.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(second.wait, 30) == 0
+        with locked(tmp_path):
+            answered += [await ask(deployed, url, i) for i in range(50, 55)]
+            second.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(second.wait, 25) == 0  # a log that hangs does not keep it
+        third, url = await deployed.start()
+        await until(lambda: len(spans(log)) == 55, 60)
+        third.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(third.wait, 30) == 0
     assert ids_on(log) == answered  # once, in order
     assert list((tmp_path / "spool" / "0").glob("*.seg")) == []
     log.close()

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ import msgspec
 from aiohttp import web
 
 from spanloop.collectors.auth import Authenticator, AuthError
+from spanloop.collectors.gateway_answers import CALL, Handler, no_answer, told
 from spanloop.collectors.gateway_call import Call, GatewayError, bad_request, read_call
 from spanloop.collectors.gateway_chains import Chains, Given
 from spanloop.collectors.gateway_follow import Follower
+from spanloop.collectors.gateway_health import health, recording
 from spanloop.collectors.gateway_metrics import GatewayMetrics
 from spanloop.collectors.gateway_record import Redact, call_event
 from spanloop.collectors.gateway_recorder import Recorder
@@ -49,8 +51,6 @@ _model_of = msgspec.json.Decoder(dict[str, Any]).decode
 
 MAX_BODY_BYTES = 32 * 2**20
 CLIENT_GONE = 499
-_CALL: web.RequestKey[Call] = web.RequestKey("call", Call)
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Gateway:
@@ -145,7 +145,7 @@ class Gateway:
         call = read_call(
             request, shape, tenant, data, start_ns=start_ns, key=self._key, target=self.targets.own
         )
-        request[_CALL] = call
+        request[CALL] = call
         self._go_on(call)
         self._plan(call)
         self.recorder.begin()
@@ -182,36 +182,16 @@ class Gateway:
         """GET /healthz: 200 while the process serves; says whether there is a routing, what waits and what was lost."""
         routing = self.router.routing(self.settings.tenant)
         champion = None if routing is None else policy_name(self.settings.gateway.policy, routing.champion)
-        recorder = self.recorder
-        told: dict[str, Any] = {
-            "status": "ok",
-            "champion": champion,
-            "queue": recorder.waiting,
-            "lost": recorder.num_lost,
-        }
-        if recorder.num_lost:
-            told["lost_by_reason"] = dict(sorted(recorder.lost.items()))
-        if recorder.log_fails or self.follower.from_file:
-            told["log"] = (
-                "away: calls wait on the spool" if recorder.spooled else "away: calls wait in memory"
-            )
-        return _json(told)
+        return _json(health(self.recorder, champion, from_file=self.follower.from_file))
 
     async def metrics_text(self, _: web.Request) -> web.Response:
         """GET /metrics, Prometheus text."""
-        recorder = self.recorder
         more = {
-            "spanloop_gateway_queue": ("gauge", "Calls that wait for the log.", recorder.waiting),
-            "spanloop_gateway_queue_memory": ("gauge", "Of them, calls that wait in memory.", recorder.depth),
-            "spanloop_gateway_spool_bytes": ("gauge", "Size of the spool.", recorder.spool_bytes),
-            "spanloop_gateway_recorded_total": ("counter", "Calls on the log.", recorder.num_recorded),
-            "spanloop_gateway_lost_total": ("counter", "Calls never recorded.", recorder.num_lost),
-            "spanloop_gateway_failed_appends_total": ("counter", "Appends the log refused.", recorder.num_failed_appends),
-            "spanloop_gateway_failed_writes_total": ("counter", "Writes the spool's disk refused.", recorder.num_failed_writes),
+            **recording(self.recorder),
             "spanloop_gateway_failed_reads_total": ("counter", "Failed reads of routing.", self.follower.num_failed_reads),
             "spanloop_gateway_live_keys": ("gauge", "Conversations whose version is kept.", self.router.num_pins),
         }  # fmt: skip
-        return web.Response(text=self.metrics.text(more, recorder.lost), content_type="text/plain")
+        return web.Response(text=self.metrics.text(more, self.recorder.lost), content_type="text/plain")
 
     # ------------------------------------------------------------ one call
 
@@ -233,7 +213,7 @@ class Gateway:
         if not earlier:
             return
         if not self.chains.may_ask(call.tenant, earlier):
-            raise _no_answer(earlier)
+            raise no_answer(earlier)
         given = self.chains.get(call.tenant, earlier)
         if given is not None:
             call.upstream = given.url
@@ -243,7 +223,7 @@ class Gateway:
     def _holder(self, tenant: str, response_id: str) -> tuple[Target, str]:
         """Who has an answer. Raises GatewayError (404) when it is another tenant's."""
         if not self.chains.may_ask(tenant, response_id):
-            raise _no_answer(response_id)
+            raise no_answer(response_id)
         given = self.chains.get(tenant, response_id)
         if given is None:
             return self.targets.own, ""
@@ -282,16 +262,16 @@ class Gateway:
         call.data = _encode(asking)
 
     @web.middleware
-    async def _finish(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+    async def _finish(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Errors become OpenAI's error objects; every call that went out is recorded; every request is counted."""
         started = time.perf_counter()
         status = CLIENT_GONE
         try:
-            reply = await _told(request, handler)
+            reply = await told(request, handler)
             status = reply.status
             return reply
         finally:
-            call = request.get(_CALL)
+            call = request.get(CALL)
             if call is not None and call.sent:
                 self._record(call, status)
             self.metrics.observe(call.route if call else "none", status, time.perf_counter() - started)
@@ -307,32 +287,6 @@ class Gateway:
                 self.chains.add(found, Given(call.tenant, call.key, call.version, call.upstream))
         server = self.upstream.address(call)
         self.recorder.put(call.record(status, end_ns=self._clock.now_ns(), key=self._key, server=server))
-
-
-async def _told(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """The handler's answer, or its failure as an answer."""
-    call_error = ""
-    try:
-        return await handler(request)
-    except GatewayError as exc:
-        call_error, reply = exc.code, exc.response()
-    except web.HTTPException as exc:
-        message = f"{request.method} {request.path}: {exc.reason}"
-        code = exc.reason.lower().replace(" ", "_")
-        reply = GatewayError(exc.status, message, kind="invalid_request_error", code=code).response()
-    except Exception:
-        _log.exception("%s %s failed", request.method, request.path)
-        message = "the gateway failed; its log has the traceback"
-        call_error, reply = "gateway_failed", GatewayError(500, message, kind="internal_error", code="gateway_failed").response()  # fmt: skip
-    call = request.get(_CALL)
-    if call is not None and not call.error:
-        call.error = call_error
-    return reply
-
-
-def _no_answer(response_id: str) -> GatewayError:
-    message = f"Response with id '{response_id[:64]}' not found."
-    return GatewayError(404, message, kind="invalid_request_error", code="response_not_found")
 
 
 def _named_model(data: bytes) -> str:
@@ -352,7 +306,7 @@ def main() -> None:
     import argparse
 
     from spanloop.collectors.gateway_log import LateLog
-    from spanloop.collectors.gateway_spool import open_spools
+    from spanloop.collectors.gateway_spools import open_spools
     from spanloop.collectors.redaction import Redactor, workspace_key
     from spanloop.pipeline.log.open import open_log
     from spanloop.pipeline.process import serve

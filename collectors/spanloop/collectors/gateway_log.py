@@ -13,6 +13,8 @@ __all__ = ["LateLog"]
 
 RETRY_S = 1.0
 """Between two attempts to open it."""
+CLOSE_S = 3.0
+"""An end waits for it no longer."""
 
 
 class LateLog:
@@ -72,6 +74,8 @@ class LateLog:
         return self._get().committed(group)
 
     def close(self) -> None:
-        """Close it where it was opened."""
+        """Close it where it was opened; one that hangs is left behind."""
         if self._log is not None:
-            self._log.close()
+            closing = threading.Thread(target=self._log.close, daemon=True)
+            closing.start()
+            closing.join(CLOSE_S)

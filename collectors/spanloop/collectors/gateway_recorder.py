@@ -146,9 +146,11 @@ class Recorder:
         with self._changed:
             self._closing_at = time.monotonic()
             self._changed.notify()
-        for thread in (self._writer, self._mover):
-            if thread.is_alive():
-                thread.join()
+        if self._writer.is_alive():
+            self._writer.join()
+        if self._mover.is_alive():
+            self._mover.join(self._close_s + 1.0)
+        hangs = self._mover.is_alive()
         if unwritten := len(self._queue) + len(self._built):
             self._lose("closed", unwritten)
             _log.error("%d calls could not be recorded before the end", unwritten)
@@ -157,7 +159,8 @@ class Recorder:
         for spool in (self._spool, *self._left):
             if spool.waiting:
                 _log.warning("%d calls wait on %s", spool.waiting, getattr(spool, "folder", "no disk"))
-            spool.close()
+            if not hangs:  # else the log still has records of it in its hands: the files stay as they are
+                spool.close()
 
     def _lose(self, reason: str, count: int = 1) -> None:
         """Count calls that were never spooled."""

@@ -11,7 +11,6 @@ A segment is a run of frames (``gateway_frames``). Sequence numbers have no gaps
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import threading
@@ -22,18 +21,16 @@ from pathlib import Path
 
 from spanloop.collectors.gateway_counters import Counters
 from spanloop.collectors.gateway_frames import frame, frames
+from spanloop.collectors.gateway_spool_folder import hold, refused
 from spanloop.collectors.gateway_spool_memory import Batch
-from spanloop.schemas.errors import TransientError
 
-__all__ = ["Spool", "open_spools"]
+__all__ = ["Spool"]
 
 _log = logging.getLogger(__name__)
 
 TRUNCATE_BYTES = 64 * 2**10
 """An active segment of this size is emptied once all of it is on the log; a smaller one is not worth a system call."""
 READ_BYTES = 4 * 2**20
-FOLDERS_MAX = 64
-"""Gateways that may share one workspace; each holds a folder of its own."""
 
 
 class _Segment:
@@ -85,7 +82,7 @@ class Spool:
         self.lost: Counter[str] = Counter()
         """Records that never reach the log, by reason."""
         self.folder = folder
-        self._lock_fd = _hold(folder)
+        self._lock_fd = hold(folder)
         self.counters = Counters(folder / "counters")
         self._next = 0
         self._done = 0
@@ -152,11 +149,11 @@ class Spool:
                 self._put(data)
             except OSError as exc:
                 if exc.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._drop_oldest():
-                    raise _refused(self.folder, exc) from exc
+                    raise refused(self.folder, exc) from exc
                 try:
                     self._put(data)
                 except OSError as again:
-                    raise _refused(self.folder, again) from again
+                    raise refused(self.folder, again) from again
             active = self._segments[-1]
             active.size += len(data)
             active.count += len(payloads)
@@ -236,7 +233,7 @@ class Spool:
         except FileNotFoundError:  # somebody removed it: its records are damaged
             return batch
         except OSError as exc:
-            raise _refused(segment.path, exc) from exc
+            raise refused(segment.path, exc) from exc
         size = READ_BYTES
         with file:
             while not batch.payloads:
@@ -323,43 +320,3 @@ class Spool:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
-
-
-def open_spools(root: Path, *, max_bytes: int, fsync_s: float) -> list[Spool]:
-    """A spool for this process, then those that ended processes left with records in them. Raises TransientError when the disk
-    refuses."""
-    found: list[Spool] = []
-    for number in range(FOLDERS_MAX):
-        folder = root / str(number)
-        if found and not any(folder.glob("*.seg")):
-            continue
-        try:
-            found.append(Spool(folder, max_bytes=max_bytes, fsync_s=fsync_s))
-        except BlockingIOError:
-            continue
-        except OSError as exc:
-            if found:
-                _log.warning("the spool %s is passed over: %s", folder, exc)
-                continue
-            raise _refused(folder, exc) from exc
-    if not found:
-        raise TransientError(f"all {FOLDERS_MAX} spools below {root} are held by other processes")
-    return found
-
-
-def _hold(folder: Path) -> int:
-    """The descriptor that holds a folder."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    held = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(held)
-        raise
-    return held
-
-
-def _refused(path: Path, exc: OSError) -> TransientError:
-    return TransientError(
-        f"the spool {path} cannot be used: {exc.strerror or exc}; free space or set gateway.spool"
-    )
