@@ -94,8 +94,14 @@ def test_langfuse_puts_back_what_the_framework_sent():
 def test_langfuse_scores_are_feedback_and_categories_are_none():
     (score,) = read(langfuse_trace()).feedback
     assert (score["name"], score["value"], score["trace_id"]) == ("tone_of_voice", 0.5, "c" * 32)
-    alone = langfuse_trace()["trace"]["scores"][0]
-    assert read(alone).feedback == [score]
+    assert read(langfuse_trace()).ignored == 1
+    number, category = langfuse_trace()["trace"]["scores"]
+    assert read(number).feedback == [score]
+    assert (read(category).feedback, read(category).ignored) == ([], 1)
+    bad = langfuse_trace()
+    bad["trace"]["scores"][0]["timestamp"] = "never"
+    found = read_json(json.dumps(bad).encode())
+    assert (len(found.spans), found.feedback, len(found.rejected)) == (2, [], 1)
 
 
 def test_langfuse_observations_may_come_one_by_one_and_in_the_warehouses_spelling():

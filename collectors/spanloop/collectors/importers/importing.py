@@ -56,6 +56,8 @@ class Imported(Counts):
     """Read, wholly or in part."""
     passed_over: int = 0
     """Files in folders and archives that are in no format that we know."""
+    ignored: int = 0
+    """Log records that say nothing of agents, scores that are no numbers."""
     continued: int = 0
     """Files of which a part was in the log already and was not read again."""
     reasons: list[str] = msgspec.field(default_factory=list)
@@ -197,6 +199,7 @@ class Importer:
         for each in (total, counts):
             each.spans += prepared.num_spans
             each.rejected += len(read.rejected)
+        total.ignored += read.ignored
         total.reasons += [item.reason for item in read.rejected[: _REASONS - len(total.reasons)]]
         return [*prepared.records, *made]
 

@@ -81,6 +81,8 @@ def summary(found: Imported, *, dry: bool) -> str:
     )
     if found.scores:
         text += f", {found.scores} scores"
+    if found.ignored:
+        text += f", {found.ignored} left out (no agents, or scores that are no numbers)"
     if dry:
         text = f"would import {text}".replace("new events", "events").replace(
             f", {found.duplicates} known already", ""

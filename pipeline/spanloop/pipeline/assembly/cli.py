@@ -96,12 +96,13 @@ def assemble(path: Path, form: str | None, shape: str, tenant: str) -> None:
 def _read_spans(path: Path) -> tuple[list[Span], list[str], int]:
     """(spans, why others were left out, number of scores) of a file."""
     from spanloop.pipeline.formats.reading import read_files
+    from spanloop.pipeline.otlp.log_ids import identified
 
     spans: list[Span] = []
     rejected: list[str] = []
     scores = 0
     for part in read_files(path):
-        spans.extend(part.read.spans)
+        spans.extend(map(identified, part.read.spans))
         rejected.extend(item.reason for item in part.read.rejected)
         scores += len(part.read.feedback)
     return spans, rejected, scores

@@ -4,7 +4,7 @@ warehouse's spelling.
 Langfuse keeps the attributes that a framework's OpenTelemetry sent under ``metadata`` and takes messages, arguments and
 results out of them into ``input`` and ``output``; both are put together again, so that the framework's own dialect reads the
 span. An observation without such attributes (Langfuse's own SDK) gets the attributes that this SDK would have sent. Scores
-become feedback under their own names.
+become feedback under their own names; categories and texts are counted and left out.
 """
 
 from __future__ import annotations
@@ -73,10 +73,12 @@ def read(value: dict[str, Any]) -> Read:
     if _is_observation(value):
         return Read([_span(value, {})], [])
     if _is_score(value):
-        return Read([], [], feedback=_scores([value], {}))
+        item = _score(value, {})
+        return Read([], [], feedback=[item] if item else [], ignored=0 if item else 1)
     trace = value.get("trace") if isinstance(value.get("trace"), dict) else value
     assert isinstance(trace, dict)  # noqa: S101 - just looked
-    found = Read([], [], feedback=_scores(trace.get("scores"), trace))
+    found = Read([], [])
+    _scores(trace, found)
     observations = value.get("observations") or trace.get("observations") or []
     if not isinstance(observations, list):
         raise SchemaError("observations is no list")
@@ -218,33 +220,36 @@ def _own(
     return attributes
 
 
-def _scores(raw: Any, trace: dict[str, Any]) -> list[dict[str, Any]]:
-    """Numeric and boolean scores as feedback; others (categories, texts) have no value to learn from."""
-    found = []
-    for score in raw if isinstance(raw, list) else ():
-        item = _score(score, trace) if isinstance(score, dict) else None
-        if item is not None:
-            found.append(item)
-    return found
+def _scores(trace: dict[str, Any], found: Read) -> None:
+    """The scores of a trace, as feedback."""
+    listed = trace.get("scores")
+    for score in listed if isinstance(listed, list) else ():
+        try:
+            item = _score(score, trace) if isinstance(score, dict) else None
+        except BadSpanError as exc:
+            found.rejected.append(Rejected(f"score: {exc}", _bytes(score), exc.kind))
+            continue
+        if item is None:
+            found.ignored += 1
+        else:
+            found.feedback.append(item)
 
 
 def _score(score: dict[str, Any], trace: dict[str, Any]) -> dict[str, Any] | None:
+    """A numeric score as feedback; None for a category or a text, which have no value to learn from. Raises BadSpanError."""
     value = score.get("value")
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    try:
-        item: dict[str, Any] = {
-            "value": float(value),
-            "name": channel(score.get("name"), NAME),
-            "trace_id": trace_id(either(score, "traceId", "trace_id") or trace.get("id")),
-            "feedback_id": f"langfuse:{words(score.get('id')) or digest(canonical_json(score))}",
-            "observed_at": time_ns(either(score, "timestamp", "updatedAt", "updated_at"), "timestamp"),
-        }
-        observation = either(score, "observationId", "observation_id")
-        if observation:
-            item["span_id"] = span_id(observation)
-    except BadSpanError:
-        return None
+    item: dict[str, Any] = {
+        "value": float(value),
+        "name": channel(score.get("name"), NAME),
+        "trace_id": trace_id(either(score, "traceId", "trace_id") or trace.get("id")),
+        "feedback_id": f"langfuse:{words(score.get('id')) or digest(_bytes(score))}",
+        "observed_at": time_ns(either(score, "timestamp", "updatedAt", "updated_at"), "timestamp"),
+    }
+    observation = either(score, "observationId", "observation_id")
+    if observation:
+        item["span_id"] = span_id(observation)
     if comment := words(score.get("comment")):
         item["comment"] = comment
     label = words(either(score, "stringValue", "string_value"))

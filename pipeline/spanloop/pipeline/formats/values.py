@@ -59,7 +59,7 @@ def either(data: Mapping[str, Any], *keys: str) -> Any:
 def words(value: Any) -> str:
     """A text as it is, a number as text, anything else empty; lone surrogates replaced."""
     if isinstance(value, str):
-        return _SURROGATE.sub("\ufffd", value)
+        return value if value.isascii() else _SURROGATE.sub("\ufffd", value)
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else ""
 
 
