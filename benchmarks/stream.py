@@ -1,8 +1,9 @@
 """The Kafka runtime, on the test broker: Faust against a plain consumer loop with the same stages, two workers against one,
 latency at half load, and how long a killed worker's partitions stand still.
 
-Throughput counts spans from the first credit to the last one of a backlog, so that joining a group and the quiet period are
-not in it. The broker and this script run on the same cores as the workers: ratios say more than rates.
+Throughput counts from the first append to the last credit, with workers that had taken the partitions over before, so that all
+is delivered and joining a group is not in it; the quiet period (200 ms) is. The broker and this script run on the same cores as the
+workers: ratios say more than rates, and CPU seconds say what two workers would do with cores of their own.
 Run: .venv/bin/python benchmarks/stream.py [--orchestrations 2000]
 """
 
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from _harness import ROOT, percentile, write
 
@@ -36,6 +38,10 @@ from spanloop.schemas.settings import Kafka, load_settings
 
 COMMAND = ".venv/bin/python benchmarks/stream.py"
 PARTITIONS = 4
+SETTLE_S = 12.0
+"""Until a group of workers has shared the partitions and taken them over."""
+WARM_S = 3.0
+"""Of load before latencies count: the first append of a worker waits for its producer to connect."""
 
 
 class World:
@@ -124,21 +130,34 @@ def _credits(made: World, wanted: int, limit_s: float) -> tuple[dict[str, float]
     return seen, times[0], times[-1]
 
 
-def throughput(engine: str, workers: int, orchestrations: int) -> dict[str, float]:
-    """Spans a second over a backlog."""
+def _cpu_s(process: subprocess.Popen[bytes]) -> float:
+    """CPU seconds that a process has used."""
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def throughput(engine: str, workers: int, orchestrations: int) -> dict[str, Any]:
+    """Spans a second from the first append to the last credit, of workers that had taken everything over before."""
     with world("throughput.") as made:
         requests, outcomes, spans = made.prepared(orchestrations)
-        for records in requests:
+        started = [made.start(engine, str(number)) for number in range(workers)]
+        time.sleep(SETTLE_S)
+        before = [_cpu_s(process) for process in started]
+        begin = time.time()
+        for number, records in enumerate(requests):
+            made.log.append(outcomes[number * 10 : number * 10 + 10])
             made.log.append(records)
-        made.log.append(outcomes)
-        for number in range(workers):
-            made.start(engine, str(number))
-        seen, first, last = _credits(made, orchestrations, 300)
+        appended_s = time.time() - begin
+        seen, _, last = _credits(made, orchestrations, 300)
+        cpu = [_cpu_s(process) - b for process, b in zip(started, before, strict=True)]
         return {
             "spans": spans,
             "credited": len(seen),
-            "seconds": round(last - first, 2),
-            "spans_per_s": round(spans * len(seen) / orchestrations / max(last - first, 1e-9)),
+            "append_s": round(appended_s, 2),
+            "seconds": round(last - begin, 2),
+            "spans_per_s": round(spans * len(seen) / orchestrations / (last - begin)),
+            "cpu_s": [round(seconds, 2) for seconds in cpu],
+            "cpu_us_per_span": round(sum(cpu) / spans * 1e6),
         }
 
 
@@ -146,13 +165,13 @@ def latency(engine: str, spans_per_s: float, seconds: float) -> dict[str, float]
     """Milliseconds from the append of an orchestration's last span to its credit, at a given load (quiet period 200 ms)."""
     with world("latency.") as made:
         made.start(engine, "0")
-        count = int(spans_per_s * seconds / 19) // 10 * 10
+        count = int(spans_per_s * (WARM_S + seconds) / 19) // 10 * 10
         requests, outcomes, spans = made.prepared(count)
-        time.sleep(6)
+        time.sleep(SETTLE_S)
         sent: dict[str, float] = {}
-        begin = time.monotonic()
+        begin, begin_s = time.monotonic(), time.time()
         for number, records in enumerate(requests):
-            due = begin + number * seconds / len(requests)
+            due = begin + number * (WARM_S + seconds) / len(requests)
             time.sleep(max(0.0, due - time.monotonic()))
             made.log.append(outcomes[number * 10 : number * 10 + 10])
             made.log.append(records)
@@ -161,15 +180,17 @@ def latency(engine: str, spans_per_s: float, seconds: float) -> dict[str, float]
         seen, _, _ = _credits(made, count, 60)
         from spanloop.schemas.ids import orchestration_id
 
+        warm = begin_s + WARM_S
         delays = [
             (seen[f"default/{name}"] - at) * 1e3
             for trace, at in sent.items()
-            if f"default/{(name := orchestration_id('default', [trace]))}" in seen
+            if at >= warm and f"default/{(name := orchestration_id('default', [trace]))}" in seen
         ]
         return {
-            "load_spans_per_s": round(spans / seconds),
-            "credited": len(delays),
+            "load_spans_per_s": round(spans / (WARM_S + seconds)),
+            "credited": len(seen),
             "of": count,
+            "counted": len(delays),
             "p50_ms": round(percentile(delays, 0.5)),
             "p99_ms": round(percentile(delays, 0.99)),
         }
@@ -181,7 +202,7 @@ def recovery(engine: str) -> dict[str, float]:
         first = made.start(engine, "0")
         made.start(engine, "1")
         requests, outcomes, _ = made.prepared(600)
-        time.sleep(8)
+        time.sleep(SETTLE_S)
         killed_at = 0.0
         sent: dict[str, float] = {}
         for number, records in enumerate(requests):
@@ -213,9 +234,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--orchestrations", type=int, default=2_000)
     options = parser.parse_args()
-    figures: dict[str, object] = {}
+    figures: dict[str, Any] = {}
 
-    def measure(name: str, value: dict[str, float]) -> dict[str, float]:
+    def measure(name: str, value: dict[str, Any]) -> dict[str, Any]:
         figures[name] = value
         print(name, json.dumps(value), flush=True)
         return value
@@ -225,6 +246,7 @@ def main() -> None:
     two = measure("faust_two_workers", throughput("faust", 2, options.orchestrations))
     figures["faust_over_loop"] = round(faust["spans_per_s"] / loop["spans_per_s"], 2)
     figures["two_over_one"] = round(two["spans_per_s"] / faust["spans_per_s"], 2)
+    figures["two_over_one_by_cpu"] = round(faust["cpu_s"][0] / max(two["cpu_s"]), 2)
     measure("latency_at_half_load", latency("faust", faust["spans_per_s"] / 2, 20.0))
     measure("recovery", recovery("faust"))
     write("stream", COMMAND, figures)

@@ -32,10 +32,13 @@ from spanloop.schemas import topics
 from spanloop.schemas.errors import TransientError
 from spanloop.schemas.settings import Settings
 
-__all__ = ["DELIVERED", "Workers", "kind_of"]
+__all__ = ["DELIVERED", "POLLED", "Workers", "kind_of"]
 
 DELIVERED = (topics.SPANS, topics.FEEDBACK, topics.OPERATIONS, topics.LESSONS)
 """Topics that engines deliver; ``models`` is read by every process."""
+POLLED = (topics.OPERATIONS,)
+"""Of these an engine that hands over single records says only whose they are, and ``Workers.poll`` reads them in batches: there
+is more than half a message a span."""
 MODELS_EVERY_S = 0.5
 OUTPUTS_EVERY_S = 2.0
 _KINDS = {
@@ -191,6 +194,32 @@ class Workers:
             partition = self.partitions.get(source)
             if partition is not None:
                 partition.sees(end)
+
+    def poll(self) -> bool:
+        """Read and fold what waits on this process's sources of ``POLLED`` topics; returns whether there is more."""
+        mine = {s: p for s, p in self.partitions.items() if topic_of(s)[0] in POLLED}
+        if not mine:
+            return False
+        after = {s: p.offsets[s] for s, p in mine.items() if s in p.offsets}
+        limit = self._settings.process.batch_max * 4
+        try:
+            records = self._log.read([alone(source) for source in mine], after, limit)
+        except TransientError as exc:
+            if not self._stop.is_set():
+                _log.warning("%s; tried again", exc.message)
+            return False
+        by_source: dict[str, list[LogRecord]] = {}
+        for record in records:
+            by_source.setdefault(record.source, []).append(record)
+        more = len(records) >= limit
+        for source, partition in mine.items():
+            found = by_source.get(source, [])
+            if found:
+                partition.sees(found[-1].offset + more)
+                partition.offer(found)
+            elif not more:
+                partition.sees(partition.offsets.get(source, -1))
+        return more
 
     def tick(self) -> None:
         """Take over what was assigned; timers, news on ``models``, snapshots that are due."""
