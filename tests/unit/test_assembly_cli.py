@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from foreign_files import native, tau_try
 from made_spans import Desk, agent, chat, gateway, hex32, tool
 
 from spanloop.pipeline.assembly.cli import assemble, traces
@@ -162,3 +165,27 @@ def test_a_file_without_spans_says_so(tmp_path, text):
     done = run(assemble, path)
     assert (done.exit_code, done.stdout) == (0, "")
     assert "holds no spans" in done.stderr
+
+
+def test_a_pipe_and_standard_input_are_read_once(tmp_path):
+    wanted = run(assemble, RECORDING, "--ndjson").stdout
+    done = CliRunner().invoke(
+        assemble, ["-", "--ndjson"], input=RECORDING.read_bytes(), catch_exceptions=False
+    )
+    assert done.stdout == wanted
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(RECORDING.read_bytes(),))
+    writer.start()
+    assert run(assemble, tmp_path / "pipe", "--ndjson").stdout == wanted
+    writer.join()
+
+
+def test_other_formats_are_assembled_too(tmp_path):
+    path = tmp_path / "x"
+    path.write_text(json.dumps(native()))
+    (line,) = run(assemble, path, "--ndjson").stdout.splitlines()
+    assert [e["type"] for e in json.loads(line)["events"]].count("delegate") == 2
+    path.write_text(json.dumps([tau_try(0), tau_try(1)]))
+    done = run(assemble, path, "--ndjson")
+    assert (len(done.stdout.splitlines()), done.exit_code) == (2, 0)
+    assert "2 scores are no part of an orchestration" in done.stderr

@@ -68,6 +68,7 @@ def assemble(path: Path, form: str | None, shape: str, tenant: str) -> None:
 
     \b
     spanloop assemble spans.otlp.jsonl
+    zcat old.jsonl.gz | spanloop assemble - --json
     spanloop assemble spans.otlp.jsonl --ndjson | jq '.events[].type'
     spanloop assemble spans.otlp.jsonl --format survey --json > traces.json
     """
@@ -111,6 +112,8 @@ def _read_spans(path: Path) -> tuple[list[Span], list[str], int]:
 def _read_surveys(path: Path, tenant: str) -> list[SurveyTrace] | None:
     """Survey traces of a file: one document, a list of them, or one a line; None when it holds something
     else."""
+    if not path.is_file():  # a pipe is read once
+        return None
     try:
         with path.open("rb") as handle:
             head = handle.read(_PEEK)

@@ -82,7 +82,7 @@ def _hidden(path: Path, folder: Path) -> bool:
 
 def sources(path: Path, *, named: bool = True) -> list[Source]:
     """The file itself, or the members of a zip archive. Raises ConfigError where it cannot be opened."""
-    if path.is_fifo():
+    if str(path) == STDIN or path.is_fifo():
         return [Source(path, named=named)]
     try:
         with path.open("rb") as handle:
