@@ -4,6 +4,7 @@ one span that differ."""
 from __future__ import annotations
 
 from coding_agent_spans import coding_agent_item
+from framework_spans import framework_span
 from hypothesis import strategies as st
 from made_spans import S, hex16, hex32
 from openinference_spans import openinference_span
@@ -72,5 +73,7 @@ def a_span(draw) -> Span:
     )
 
 
-forests = st.lists(a_span() | openinference_span() | coding_agent_item(), min_size=1, max_size=18)
+forests = st.lists(
+    a_span() | openinference_span() | coding_agent_item() | framework_span(), min_size=1, max_size=18
+)
 seeds = st.integers(0, 2**32)
