@@ -77,3 +77,19 @@ def test_reading_is_total_and_survives_its_encoding(act, attributes):
     decision = found.said.decision
     if decision is not None and decision.propensities:
         assert names.menu_problem(decision.options, decision.propensities) == ""
+
+
+def test_the_receiver_lets_the_sdks_words_pass_and_the_gateways_not():
+    from spanloop.collectors.redaction import Redactor
+    from spanloop.schemas.settings import Content
+
+    own = {names.ACT: "stop", names.OPTIONS: ["stop", "go"], names.PROPENSITIES: [0.25, 0.75], names.CHOSEN: "stop",
+           names.DECISION: "stop", names.REASON: "because pat@example.com asked"}  # fmt: skip
+    claimed = {"spanloop.policy.version": "policy@v9", "spanloop.harness": "x", "spanloop.sdkish": "y"}
+    for training in (False, True):
+        redactor = Redactor(Content(training=training), b"k" * 32)  # type: ignore[call-arg]
+        kept = redactor.span(Span(T, S, "stop", 1, 2, attributes={**own, **claimed}, scope=names.SCOPE))
+        assert set(kept.attributes) == set(own)
+        assert operation_of(kept).said.decision.propensities == (0.25, 0.75)
+        assert redactor.reserved_removed == len(claimed)
+        assert ("pat@" in repr(kept.attributes)) is training

@@ -72,6 +72,43 @@ def test_the_entry_point_is_the_instrumentor():
     assert tuple(sdk.SpanloopInstrumentor().instrumentation_dependencies()) == ()
 
 
+@pytest.mark.parametrize(
+    ("variables", "spans", "counted"),
+    [
+        ({"OTEL_TRACES_EXPORTER": "console"}, 1, 0),
+        ({"OTEL_TRACES_EXPORTER": "none"}, 0, 0),
+        ({"OTEL_TRACES_EXPORTER": "console,no_such_exporter"}, 1, 1),
+        ({"OTEL_TRACES_EXPORTER": "console", "OTEL_SDK_DISABLED": "true"}, 0, 0),
+    ],
+)
+def test_a_host_without_a_provider_gets_one_from_its_environment(variables, spans, counted):
+    script = (
+        "from spanloop.collectors import sdk\n"
+        "sdk.instrument()\n"
+        "sdk.agent('a').now()\n"
+        "from opentelemetry import trace\n"
+        "getattr(trace.get_tracer_provider(), 'force_flush', int)()\n"
+        "print('failures', sum(sdk.failures().values()))\n"
+    )
+    environment = {
+        **os.environ,
+        **variables,
+        "OTEL_SERVICE_NAME": "mine",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.count('"name": "invoke_agent a"') == spans
+    assert done.stdout.count('"service.name": "mine"') == spans
+    assert f"failures {counted}" in done.stdout
+
+
 # ---------------------------------------------------------------- every kind of function
 
 

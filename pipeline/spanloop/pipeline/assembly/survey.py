@@ -137,6 +137,8 @@ def survey_of(content: OrchestrationContent, rewards: Mapping[str, float] | None
             extra["from"] = event.agent
         if event.call_id:
             extra["call_id"] = event.call_id
+        if event.decision is not None:
+            extra["decision"] = msgspec.to_builtins(event.decision)
         extras[event.id] = extra
     header = {
         "trace_id": content.orchestration_id,
