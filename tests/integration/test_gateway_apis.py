@@ -702,3 +702,33 @@ async def test_nothing_waits_for_ever(tmp_path):
         assert (
             "spanloop.backend_gave_none" not in spans(g.log)[0].attributes
         )  # content is off: nothing was asked for
+
+
+HOSTILE = [
+    b'data: {"choices": [{"index": 1e400}]}\n\n',
+    b'data: {"choices": [{"index": -1, "delta": {"tool_calls": [{"index": 1e18}, {"index": "x"}]}}], "usage": []}\n\n',
+    b'data: {"choices": {"a": 1}, "id": 7, "model": null}\n\ndata: 5\n\ndata: [1]\n\ndata: {\n\ndata: \xff\n\n',
+    b'data: {"type": "response.output_text.delta", "output_index": 1e9, "delta": 5}\n\n',
+    b'data: {"type": "response.output_item.added", "output_index": 0, "item": {"content": 5}}\n\n',
+    b'data: {"type": "response.output_text.delta", "output_index": 0, "delta": [5]}\n\n',
+    b'data: {"choices": [{"index": 0, "text": 5, "logprobs": {"tokens": [1], "token_logprobs": 5}, "token_ids": {"a": 1}}]}\n\n',
+    b"\r\n\r\n\n\n: \n\nretry: 5\n\ndata\n\n" + b"data: x\n" * 100 + b"\n",
+    b"data: " + b"x" * (17 * 2**20) + b"\n\n",
+]
+
+
+@pytest.mark.parametrize("path", [URL, "/v1/responses", "/v1/completions"])
+async def test_whatever_an_upstream_streams_goes_on_as_it_came(tmp_path, path):
+    async with gateway(tmp_path, upstream=upstream_of(stream_of(HOSTILE), path)) as g:
+        async with g.client.post(path, json={"model": "gpt-5", "stream": True}) as answer:
+            assert await answer.read() == b"".join(HOSTILE)
+        await recorded(g.log, 1)
+        for piece in HOSTILE[:-1]:
+            async with TestServer(upstream_of(stream_of([piece]), path)) as other:
+                g.gateway.targets.own = type(g.gateway.targets.own)((str(other.make_url("/v1")),))
+                request = {"model": "policy", "stream": True, "messages": []}
+                async with g.client.post(path, json=request) as answer:
+                    assert answer.status == 200
+                    assert b"gateway failed" not in await answer.read()
+        await until(lambda: len(spans(g.log)) + g.gateway.recorder.num_lost == len(HOSTILE))
+        assert g.gateway.recorder.num_lost == 0

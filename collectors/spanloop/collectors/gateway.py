@@ -31,7 +31,7 @@ from spanloop.collectors.gateway_metrics import GatewayMetrics
 from spanloop.collectors.gateway_record import Redact, call_event
 from spanloop.collectors.gateway_recorder import Recorder
 from spanloop.collectors.gateway_routes import PASSED, PREFIXES, extra_route, is_control, path_below_session
-from spanloop.collectors.gateway_shapes import SHAPES, Shape
+from spanloop.collectors.gateway_shapes import RESPONSES, SHAPES, Shape
 from spanloop.collectors.gateway_spool import Spool
 from spanloop.collectors.gateway_targets import Target, Targets
 from spanloop.collectors.gateway_upstream import Upstream
@@ -120,7 +120,7 @@ class Gateway:
         return app
 
     async def _running(self, _: web.Application) -> AsyncIterator[None]:
-        self._upstream = Upstream(self.settings, self.targets)
+        self._upstream = Upstream(self.settings, self.targets, self._answered)
         await asyncio.to_thread(self.follower.start)
         self.recorder.start()
         yield
@@ -276,6 +276,9 @@ class Gateway:
                 self._record(call, status)
             self.metrics.observe(call.route if call else "none", status, time.perf_counter() - started)
 
+    def _answered(self, call: Call, response_id: str) -> None:
+        self.chains.add(response_id, Given(call.tenant, call.key, call.version, call.upstream))
+
     def _record(self, call: Call, status: int) -> None:
         if status == CLIENT_GONE and not call.error:
             call.error = "client_disconnected"
@@ -283,8 +286,8 @@ class Gateway:
             call.error = "gateway_failed"
         if found := call.response_id:
             call.repeated = self.chains.is_repeated(found)
-            if call.shape.name == "responses":
-                self.chains.add(found, Given(call.tenant, call.key, call.version, call.upstream))
+            if call.shape is RESPONSES:
+                self._answered(call, found)
         server = self.upstream.address(call)
         self.recorder.put(call.record(status, end_ns=self._clock.now_ns(), key=self._key, server=server))
 

@@ -90,6 +90,8 @@ class Call:
         self.upstream = ""
         """Base URL of the server that was asked."""
         self.response: Mapping[str, Any] | None = None
+        self.noted = False
+        """Its answer is known by its id."""
         self.repeated = False
         """Another call had the same response id."""
         self.error = ""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,8 +22,8 @@ import msgspec
 from aiohttp import web
 
 from spanloop.collectors.gateway_call import Call, GatewayError
-from spanloop.collectors.gateway_shapes import Folder
-from spanloop.collectors.gateway_stream import SseSplitter, event_data, with_data
+from spanloop.collectors.gateway_reading import Reading
+from spanloop.collectors.gateway_shapes import RESPONSES
 from spanloop.collectors.gateway_targets import Target, Targets
 from spanloop.schemas.settings import Settings
 
@@ -95,10 +95,12 @@ class Upstream:
     Args:
         settings: The deployment.
         targets: Who there is to ask.
+        answered: Told of each streamed answer of the Responses API, by its id.
     """
 
-    def __init__(self, settings: Settings, targets: Targets) -> None:
+    def __init__(self, settings: Settings, targets: Targets, answered: Callable[[Call, str], None]) -> None:
         self._settings = settings
+        self._answered = answered
         self._targets = targets
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=CONNECTIONS_MAX, keepalive_timeout=30.0),
@@ -215,29 +217,34 @@ class Upstream:
         reply.headers.setdefault("Cache-Control", "no-cache")
         reply.headers.setdefault("X-Accel-Buffering", "no")
         await reply.prepare(request)
-        splitter, folder = SseSplitter(), call.shape.folder()
+        stream = Reading(call)
         try:
             async for piece in answer.content.iter_any():
-                if call.asked is None:
-                    await reply.write(piece)
-                    for event in splitter.feed_raw(piece):
-                        _shown_event(call, event, folder)
-                elif out := b"".join(
-                    [_shown_event(call, event, folder) for event in splitter.feed_raw(piece)]
-                ):
+                out = stream.take(piece)
+                if call.shape is RESPONSES:
+                    self._note(call, stream)
+                if out:
                     await reply.write(out)
-            if rest := splitter.rest():
-                out = _shown_event(call, rest, folder)
-                if call.asked is not None:
-                    await reply.write(out)
+            if rest := stream.end():
+                await reply.write(rest)
             await reply.write_eof()
         except (aiohttp.ClientConnectionResetError, ConnectionResetError):
             call.error = "client_disconnected"
         except (aiohttp.ClientError, TimeoutError, ValueError) as exc:
             await _cut_off(call, reply, exc)
         finally:
-            call.response = folder.response()
+            call.response = stream.response()
         return reply
+
+    def _note(self, call: Call, stream: Reading) -> None:
+        """Make an answer known as soon as its id is: the client may go on from it before its stream has ended here."""
+        if (
+            not call.noted
+            and (response := stream.response()) is not None
+            and isinstance(response.get("id"), str)
+        ):
+            call.noted = True
+            self._answered(call, response["id"])
 
     # ------------------------------------------------------------ passed on
 
@@ -319,26 +326,3 @@ def _fold_whole(call: Call, data: bytes) -> bytes:
         return data
     shown = call.shape.shown(response, call.asked)
     return data if shown == response else _encode(shown)
-
-
-def _shown_event(call: Call, event: bytes, folder: Folder) -> bytes:
-    """One event for the client: as it came, or without what only the record needs. Empty: not for the client."""
-    data = event_data(event)
-    if data is None or data == b"[DONE]":
-        return event
-    try:
-        chunk = _decode(data)
-    except _MALFORMED:
-        chunk = None
-    if not isinstance(chunk, dict) or chunk.get("error") or chunk.get("type") == "error":
-        call.error = "upstream_error_event"
-        return event
-    folder.add(chunk)
-    if call.asked is None:
-        return event
-    shown = call.shape.shown(chunk, call.asked)
-    if not call.asked.usage:
-        if not shown.get("choices") and shown.get("usage") is not None:
-            return b""
-        shown.pop("usage", None)
-    return event if shown == chunk else with_data(event, _encode(shown))

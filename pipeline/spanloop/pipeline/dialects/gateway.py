@@ -64,9 +64,11 @@ def read(span: Span) -> Operation:
     )
     if attributes.get("spanloop.backend_gave_none") is True:
         flags = (*flags, "backend_gave_none")
-    return msgspec.structs.replace(
-        operation, flags=flags, call=msgspec.structs.replace(operation.call, gateway=facts)
-    )
+    call = msgspec.structs.replace(operation.call, gateway=facts)
+    if attributes.get("spanloop.response_id.repeated") is True:
+        call = msgspec.structs.replace(call, response_id="")
+        flags = (*flags, "repeated_response_id")
+    return msgspec.structs.replace(operation, flags=flags, call=call)
 
 
 def _ints(value: Any) -> tuple[int, ...]:
