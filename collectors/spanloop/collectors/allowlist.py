@@ -40,7 +40,7 @@ gen_ai.event.start_time gen_ai.event.end_time gen_ai.data_source.id
 error.type exception.type exception.escaped otel.status_code server.address server.port
 http.response.status_code http.request.method http.status_code http.method rpc.system rpc.service rpc.method
 agent_name model_name pydantic_ai.tool.retry.attempt pydantic_ai.tool.retry.max_retries
-pydantic_ai.tool.retry.cause pydantic_ai.tool.failure_stage pydantic_ai.tool.deferral.name
+pydantic_ai.tool.retry.cause pydantic_ai.tool.failure_stage pydantic_ai.tool.deferral.name pydantic_ai.new_message_index
 operation.cost logfire.span_type logfire.level_num sdk_span_type
 openinference.span.kind agent.name graph.node.id graph.node.name graph.node.parent_id session.id llm.model_name
 llm.request.model_name llm.response.model_name llm.provider llm.system llm.finish_reason tool.name tool.id

@@ -60,12 +60,13 @@ _LABELS = frozenset(
     {
         "role", "type", "id", "tool_call_id", "toolUseId", "call_id", "finish_reason", "kind", "part_kind",
         "tool_name", "tool_kind", "index", "mime_type", "modality", "status", "agent_name",
+        "prompt_tokens", "completion_tokens",
     }
 )  # fmt: skip
 _CONTAINERS = frozenset(
     {
         "parts", "tool_calls", "toolUse", "toolResult", "function", "function_tools", "output_tools", "content",
-        "messages", "message", "tool_call", "tool_call_response",
+        "messages", "message", "tool_call", "tool_call_response", "models_usage",
     }
 )  # fmt: skip
 _TOOLISH = frozenset(
