@@ -26,6 +26,7 @@ from spanloop.schemas.settings import Content
 __all__ = ["Attempt", "attempt", "intakes", "outcome"]
 
 HANG_S = 5.0
+"""Seconds of CPU: a shared machine may stand still for longer, and nothing here waits."""
 
 VALUES: list[Any] = [
     "x", "", 7, -(2**63), 2.5, float("nan"), True, None, b"\0\xff", ["a", 1, [2.5, None]], {"k": {"z": True}}, [],
@@ -107,7 +108,7 @@ def outcome(tried: Attempt, intake: Intake) -> str:
     Raises:
         AssertionError: a valid neighbour was lost, a record cannot be read back, or it took longer than HANG_S.
     """
-    began = time.perf_counter()
+    began = time.thread_time()
     try:
         batch = (decode_json if tried.json else decode_protobuf)(tried.body)
     except SchemaError:
@@ -125,7 +126,7 @@ def outcome(tried: Attempt, intake: Intake) -> str:
     stored = sum(len(e.spans) for e in events if isinstance(e, SpansReceived))
     letters = sum(isinstance(e, DeadLettered) for e in events)
     assert (stored, letters) == (len(batch.spans), len(batch.rejected))
-    assert time.perf_counter() - began < HANG_S, "it took too long"
+    assert time.thread_time() - began < HANG_S, "it took too long"
     return "partial" if batch.rejected else "whole"
 
 
