@@ -130,8 +130,20 @@ def _engines(tree: Tree, around: list[int], executions: list[int]) -> list[_Engi
     for nodes in grouped.values():
         op = tree.parent[nodes[0]]
         nodes.sort(key=lambda i: (_step(tree, i), i))
-        engines.append(_Engine(op, nodes, around[op] if op >= 0 else -1))
+        engines.append(_Engine(op, nodes, _inside(tree, around, op)))
     return engines
+
+
+def _inside(tree: Tree, around: list[int], op: int) -> int:
+    """Execution that engine ``op`` is a part of; one that a tool runs is a part of none."""
+    if op < 0 or around[op] < 0:
+        return -1
+    i = op
+    while i != around[op]:
+        if tree.ops[i].kind in ("tool_call", "handover"):
+            return -1
+        i = tree.parent[i]
+    return i
 
 
 def _step(tree: Tree, i: int) -> int:
