@@ -21,12 +21,21 @@ def joined_flags(tree: Tree, calls: Calls, found: Delegations) -> dict[str, int]
             for d in found.all
         ),
         "joined_by_approval": sum(ops[i].trace_id != ops[j].trace_id for i, j in pauses(tree)),
-        "joined_by_team": sum(
-            op.message is not None and bool(op.message.receiver) and not op.links for op in ops
-        ),
+        "joined_by_team": _team_traces(tree),
         "dead_calls": len(dead_calls(tree, calls, found)),
     }
     return {name: count for name, count in flags.items() if count}
+
+
+def _team_traces(tree: Tree) -> int:
+    """Traces beyond the first of each team that messages without links name."""
+    teams: dict[str, set[str]] = {}
+    for op in tree.ops:
+        if op.message is not None and not op.links:
+            team = op.message.receiver.partition("/")[2]
+            if team:
+                teams.setdefault(team, set()).add(op.trace_id)
+    return sum(len(traces) - 1 for traces in teams.values())
 
 
 def dead_calls(tree: Tree, calls: Calls, found: Delegations) -> list[int]:
