@@ -14,7 +14,7 @@ from spanloop.pipeline.runtimes.passing import PASSED_MAX, Passing
 from spanloop.pipeline.runtimes.process import build_stages
 from spanloop.pipeline.state.memory import MemoryState
 from spanloop.schemas import topics
-from spanloop.schemas.events import FeedbackReceived, SpansReceived, decode
+from spanloop.schemas.events import FeedbackReceived, SpansReceived, decode, encode
 from spanloop.schemas.settings import Pipeline
 
 QUICK = settings(max_examples=30, deadline=None)
@@ -65,6 +65,7 @@ def test_events_passed_on_are_what_their_bytes_decode_to(spans):
     assert [(r.topic, r.event_id, r.value) for r in with_events] == [
         (r.topic, r.event_id, r.value) for r in without
     ]
+    assert all(encode(decode(r.value)) == r.value for r in with_events), "bytes made beside a hash are those of encode"
     assert given_away >= sum(r.topic == topics.ORCHESTRATIONS for r in with_events)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
+
 from spanloop.pipeline.assembly.calls import collect_calls, model_call, token_usage
 from spanloop.pipeline.assembly.delegations import Delegations, find_delegations
 from spanloop.pipeline.assembly.edges import build_edges
@@ -16,8 +18,9 @@ from spanloop.pipeline.assembly.join import Component, Emitted
 from spanloop.pipeline.assembly.joined import joined_flags
 from spanloop.pipeline.assembly.log_events import fold_log_events
 from spanloop.pipeline.assembly.tree import Tree, build_tree
-from spanloop.schemas.canonical import content_hash
-from spanloop.schemas.events import OrchestrationRevised
+from spanloop.pipeline.ports import Written
+from spanloop.schemas.canonical import bytes_hash, canonical_json
+from spanloop.schemas.events import OrchestrationRevised, encode
 from spanloop.schemas.orchestration import ModelCall, OrchestrationContent
 
 __all__ = ["build_content", "merged_events", "next_revision"]
@@ -112,20 +115,21 @@ def _flags(component: Component, tree: Tree) -> Counter[str]:
     return flags
 
 
-def next_revision(component: Component) -> OrchestrationRevised | None:
+def next_revision(component: Component, written: Written | None = None) -> OrchestrationRevised | None:
     """The next revision of a component that is due, None when there is nothing new to say; notes it as
-    published."""
+    published, and puts its bytes into ``written``: the content was encoded for its hash."""
     if not component.relevant:
         return None
     content = build_content(component)
-    new_hash = content_hash(content)
+    encoded = canonical_json(content)
+    new_hash = bytes_hash(encoded)
     complete = component.complete
     last = component.emitted.get(content.orchestration_id)
     if last is not None and last.content_hash == new_hash and (last.complete or not complete):
         return None
     revision = last.revision + 1 if last else 1
     component.emitted[content.orchestration_id] = Emitted(revision, new_hash, complete)
-    return OrchestrationRevised(
+    event = OrchestrationRevised(
         tenant=component.tenant,
         orchestration_id=content.orchestration_id,
         revision=revision,
@@ -133,6 +137,9 @@ def next_revision(component: Component) -> OrchestrationRevised | None:
         content_hash=new_hash,
         content=content,
     )
+    if written is not None:
+        written[id(event)] = (event, encode(msgspec.structs.replace(event, content=msgspec.Raw(encoded))))
+    return event
 
 
 def merged_events(component: Component) -> list[OrchestrationRevised]:

@@ -302,7 +302,7 @@ class AssemblyStage:
         """Publish components that are due, forget those past their retention."""
         output = StageOutput()
         while (component := self._open.due(now_ns)) is not None:
-            revision = next_revision(component)
+            revision = next_revision(component, output.written)
             if revision is not None:
                 output.events.append(revision)
             component.closed = True
