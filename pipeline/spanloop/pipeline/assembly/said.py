@@ -6,6 +6,7 @@ delegation under a told decision makes no second decision. Everything here has r
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,36 @@ __all__ = ["SAID", "SaidActs", "add_said_events"]
 
 SAID = "said"
 """Rule of events and delegations that are told."""
+_NEVER = 2**64
 _ACTS = frozenset({"spawn", "delegate", "message", "receive", "aggregate", "stop", "decision"})
+
+
+class _Runs:
+    """Runs of one name in order of start."""
+
+    def __init__(self) -> None:
+        self._runs: list[int] = []
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._last_end: list[int] = []
+        """Latest end of a run and all before it."""
+
+    def append(self, run: int, start_ns: int, end_ns: int) -> None:
+        end = end_ns if end_ns > 0 else _NEVER
+        self._runs.append(run)
+        self._starts.append(start_ns)
+        self._ends.append(end)
+        self._last_end.append(max(end, self._last_end[-1]) if self._last_end else end)
+
+    def alive(self, at_ns: int) -> list[int]:
+        """Runs that are open at ``at_ns``, two at most: more are told apart by no name."""
+        found: list[int] = []
+        place = bisect_right(self._starts, at_ns) - 1
+        while place >= 0 and self._last_end[place] >= at_ns and len(found) < 2:
+            if self._ends[place] >= at_ns:
+                found.append(self._runs[place])
+            place -= 1
+        return found
 
 
 class SaidActs:
@@ -32,13 +62,14 @@ class SaidActs:
         self._run_under: dict[int, int] = {}
         self._inside: dict[int, int] = {}
         """Decision around an operation, within the same agent run."""
-        self._named: dict[str, list[int]] = defaultdict(list)
+        self._named: dict[str, _Runs] = defaultdict(_Runs)
         if not self.indices:
             return
         for i, op in enumerate(tree.ops):
             self._by_span.setdefault(op.span_id, i)
         for i in tree.agent_ops():
-            self._named[tree.ops[i].agent].append(i)
+            op = tree.ops[i]
+            self._named[op.agent].append(i, op.start_ns, op.end_ns)
             if tree.tool[i] >= 0:
                 self._run_under.setdefault(tree.tool[i], i)
         for i in tree.preorder:
@@ -92,12 +123,7 @@ class SaidActs:
         target, op = self.target(i), self.tree.ops[i]
         if target >= 0 or op.handover is None or not op.handover.target:
             return target
-        ops = self.tree.ops
-        alive = [
-            run
-            for run in self._named.get(op.handover.target, ())
-            if ops[run].start_ns <= op.start_ns and (ops[run].end_ns <= 0 or op.start_ns <= ops[run].end_ns)
-        ]
+        alive = self._named[op.handover.target].alive(op.start_ns)
         return alive[0] if len(alive) == 1 else -1
 
     def sources(self, i: int) -> list[int]:
@@ -116,7 +142,7 @@ def add_said_events(work: Inference) -> None:
     acts, tree = work.acts, work.tree
     if not acts.indices:
         return
-    received = _received(work)
+    received, calls = _received(work), _CallsBy(work)
     carried_out: dict[int, list[int]] = defaultdict(list)
     for i in acts.indices:
         if (decision := acts.decision_of(i)) >= 0:
@@ -126,13 +152,13 @@ def add_said_events(work: Inference) -> None:
         act = acts.act(i)
         if act == "decision":
             starts = [tree.ops[done].start_ns for done in carried_out[i]]
-            decided[i] = _decision(work, i, starts)
+            decided[i] = _decision(work, calls, i, starts)
         elif act == "message":
             _message(work, i, received.get(i, []))
         elif act == "aggregate":
-            _aggregate(work, i)
+            _aggregate(work, calls, i)
         elif act == "stop":
-            _stop(work, i)
+            _stop(work, calls, i)
         elif i not in work.found.tools:
             _unseen(work, i)
     _answers(work)
@@ -142,26 +168,35 @@ def add_said_events(work: Inference) -> None:
     work.told_decisions.update(decided.values())
 
 
-def _decision(work: Inference, i: int, starts: list[int]) -> str:
+def _decision(work: Inference, calls: _CallsBy, i: int, starts: list[int]) -> str:
     op = work.tree.ops[i]
     agent = work.agent_of(i)
     t_ns = min(starts) if starts else max(op.end_ns, op.start_ns)
     event = work.add("orchestrator_decision", t_ns, SAID, 1.0, (op.span_id,), agent=agent, name=op.agent,
-                     call=_call(work, i, agent, t_ns), operation=i, decision=op.said.decision if op.said else None)  # fmt: skip
+                     call=calls.deciding(i, agent, t_ns), operation=i, decision=op.said.decision if op.said else None)  # fmt: skip
     return event.id
 
 
-def _call(work: Inference, i: int, agent: int, at_ns: int) -> int:
-    """The model call that took a told decision: the one it names, one made inside it, else the agent's last before it."""
-    calls, said = work.calls, work.tree.ops[i].said
-    wanted = said.call if said is not None else ""
-    for call in range(len(calls.groups)) if wanted else ():
-        if calls.response_id(call) == wanted or wanted in calls.span_ids(call):
-            return call
-    for call in reversed(calls.of_agent.get(agent, [])):
-        if work.acts.decision_of(calls.groups[call][0]) == i:
-            return call
-    return calls.before(agent, at_ns)
+class _CallsBy:
+    """Model calls by the names that a decision may give them, and by the decision that they were made inside of."""
+
+    def __init__(self, work: Inference) -> None:
+        self.work = work
+        self.named: dict[str, int] = {}
+        self.inside: dict[int, int] = {}
+        for call, group in enumerate(work.calls.groups):
+            for name in (work.calls.response_id(call), *work.calls.span_ids(call)):
+                self.named.setdefault(name, call)
+            if (decision := work.acts.decision_of(group[0])) >= 0:
+                self.inside[decision] = call
+
+    def deciding(self, i: int, agent: int, at_ns: int) -> int:
+        """The model call that took told act ``i``: the one it names, one made inside it, else the agent's last before it."""
+        said = self.work.tree.ops[i].said
+        named = self.named.get(said.call, -1) if said is not None and said.call else -1
+        if named >= 0:
+            return named
+        return self.inside[i] if i in self.inside else self.work.calls.before(agent, at_ns)
 
 
 def _received(work: Inference) -> dict[int, list[int]]:
@@ -192,7 +227,7 @@ def _message(work: Inference, i: int, received: list[int]) -> None:
                  operation=i, decision=acts.menu(i, "message"))  # fmt: skip
 
 
-def _aggregate(work: Inference, i: int) -> None:
+def _aggregate(work: Inference, calls: _CallsBy, i: int) -> None:
     op = work.tree.ops[i]
     agent = work.agent_of(i)
     runs = work.acts.sources(i) or [
@@ -202,15 +237,15 @@ def _aggregate(work: Inference, i: int) -> None:
     ]
     spans = (op.span_id, *sorted({work.tree.ops[run].span_id for run in runs}))
     work.add("aggregate", op.start_ns, SAID, 1.0, spans, agent=agent, name=op.agent, operation=i,
-             call=_call(work, i, agent, op.start_ns), decision=work.acts.menu(i, "aggregate"))  # fmt: skip
+             call=calls.deciding(i, agent, op.start_ns), decision=work.acts.menu(i, "aggregate"))  # fmt: skip
 
 
-def _stop(work: Inference, i: int) -> None:
+def _stop(work: Inference, calls: _CallsBy, i: int) -> None:
     op = work.tree.ops[i]
     agent = work.agent_of(i)
     failed = op.status == "error" or (agent >= 0 and work.tree.ops[agent].status == "error")
     work.add("stop", max(op.end_ns, op.start_ns), SAID, 1.0, (op.span_id,), agent=agent, name=op.agent, operation=i,
-             call=_call(work, i, agent, op.start_ns), status="error" if failed else "ok",
+             call=calls.deciding(i, agent, op.start_ns), status="error" if failed else "ok",
              decision=work.acts.menu(i, "stop"))  # fmt: skip
 
 
