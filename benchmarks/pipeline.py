@@ -143,12 +143,20 @@ class Stopwatch:
                 self._open[-1] += spent
 
     def watch(self, owner: Any, method: str, name: str) -> None:
-        """Time every call of ``owner.method``."""
+        """Time every call of ``owner.method``, at little cost of its own: redaction is called for each span."""
         inner: Callable[..., Any] = getattr(owner, method)
+        opened, seconds, now = self._open, self.seconds, time.perf_counter
 
         def timed(*args: Any, **more: Any) -> Any:
-            with self(name):
+            opened.append(0.0)
+            start = now()
+            try:
                 return inner(*args, **more)
+            finally:
+                spent = now() - start
+                seconds[name] += spent - opened.pop()
+                if opened:
+                    opened[-1] += spent
 
         setattr(owner, method, timed)
 
