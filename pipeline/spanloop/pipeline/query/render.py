@@ -16,9 +16,11 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from json.encoder import encode_basestring
+from math import isfinite
 from typing import Any
 
-__all__ = ["FORMS", "printable"]
+__all__ = ["FORMS", "FRAMES", "framed", "printable"]
 
 TABLE_ROWS = 1_000
 CELL_WIDTH = 60
@@ -78,33 +80,64 @@ def _json(value: Any) -> str:
         return _encode(plain(value))
 
 
-def _objects(names: Sequence[str], rows: Rows) -> Iterator[str]:
-    for row in rows:
-        yield _json(dict(zip(names, row, strict=True)))
+def _column(cells: Sequence[Any]) -> Iterable[str]:
+    """JSON of the cells of one column: what is of one plain type goes without a look at each cell."""
+    kinds = set(map(type, cells))
+    some = type(None) in kinds
+    kinds.discard(type(None))
+    quick: Callable[[Any], str] = _json
+    if not kinds:
+        return itertools.repeat("null", len(cells))
+    if kinds == {str}:
+        quick = encode_basestring
+    elif kinds == {int}:
+        quick = int.__repr__
+    elif kinds == {float} and all(cell is None or isfinite(cell) for cell in cells):
+        quick = float.__repr__
+    elif kinds == {datetime.datetime} and all(cell is None or cell.tzinfo is None for cell in cells):
+        quick = _time
+    return ["null" if cell is None else quick(cell) for cell in cells] if some else map(quick, cells)
 
 
-def _joined(parts: Iterable[str]) -> Iterator[str]:
-    """Fewer and longer pieces."""
-    parts = iter(parts)
-    while batch := list(itertools.islice(parts, _BATCH)):
-        yield "".join(batch)
+def _time(value: datetime.datetime) -> str:
+    return f'"{value.isoformat(timespec="microseconds")}Z"'
+
+
+def _blocks(names: Sequence[str], rows: Rows) -> Iterator[list[str]]:
+    """Objects, some at a time. Of columns of one name the last one counts."""
+    last = {name: place for place, name in enumerate(names)}
+    line = "{" + ",".join(_encode(name).replace("%", "%%") + ":%s" for name in last) + "}"
+    rows = iter(rows)
+    while block := list(itertools.islice(rows, _BATCH)):
+        columns = list(zip(*block, strict=True))
+        yield list(map(line.__mod__, zip(*(_column(columns[place]) for place in last.values()), strict=True)))
+
+
+def framed(form: str, blocks: Iterable[list[str]]) -> Iterator[str]:
+    """Objects as JSON lines, or as one array.
+
+    >>> list(framed("ndjson", [["{}", "{}"]])), list(framed("json", [["{}"], ["{}"]])), list(framed("json", []))
+    (['{}\\n{}\\n'], ['[{}', ',\\n{}', ']\\n'], ['[]\\n'])
+    """
+    start, between, end = FRAMES[form]
+    first = True
+    for block in blocks:
+        yield (
+            (start if first else between if start else "") + between.join(block) + ("" if start else between)
+        )
+        first = False
+    if start:
+        yield f"{start if first else ''}{end}"
 
 
 def as_ndjson(names: Sequence[str], rows: Rows) -> Iterator[str]:
     """One object a line."""
-    return _joined(line + "\n" for line in _objects(names, rows))
+    return framed("ndjson", _blocks(names, rows))
 
 
 def as_json(names: Sequence[str], rows: Rows) -> Iterator[str]:
     """One array of objects."""
-
-    def parts() -> Iterator[str]:
-        yield "["
-        for number, line in enumerate(_objects(names, rows)):
-            yield (",\n" if number else "") + line
-        yield "]\n"
-
-    return _joined(parts())
+    return framed("json", _blocks(names, rows))
 
 
 def _cell(value: Any) -> str:
@@ -162,6 +195,8 @@ def _clip(text: str) -> str:
     return text if len(text) <= CELL_WIDTH else text[: CELL_WIDTH - 3] + "..."
 
 
+FRAMES = {"ndjson": ("", "\n", ""), "json": ("[", ",\n", "]\n")}
+"""What stands before, between and behind the objects of a form; a form that begins with nothing ends each object."""
 FORMS: dict[str, Callable[[Sequence[str], Rows], Iterator[str]]] = {
     "table": as_table, "json": as_json, "ndjson": as_ndjson, "csv": as_csv,
 }  # fmt: skip

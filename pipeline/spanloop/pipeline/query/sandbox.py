@@ -26,6 +26,7 @@ except ImportError:
     import duckdb
 
 from spanloop.pipeline.query import guards, render
+from spanloop.pipeline.query.lines import lines_sql
 
 __all__ = ["Refused", "check", "main"]
 
@@ -146,7 +147,29 @@ def _rows(connection: duckdb.DuckDBPyConnection) -> Iterator[Sequence[Any]]:
         yield from rows
 
 
+def _lines(connection: duckdb.DuckDBPyConnection, sql: str) -> str | None:
+    """SQL that makes the JSON of each row in DuckDB; None where Python has to."""
+    if connection.extract_statements(sql)[0].type != duckdb.StatementType.SELECT:
+        return None
+    bare = sql.rstrip().removesuffix(";")
+    try:
+        connection.execute(f"DESCRIBE {bare}")
+        lines = lines_sql(bare, [(row[0], row[1]) for row in connection.fetchall()])
+        return lines if lines and len(connection.extract_statements(lines)) == 1 else None
+    except duckdb.Error:
+        return None  # the statement itself says better what is wrong with it
+
+
 def _write_text(connection: duckdb.DuckDBPyConnection, plan: dict[str, Any], out: BinaryIO) -> None:
+    if plan["form"] in render.FRAMES:
+        lines = _lines(connection, plan["sql"])
+        if lines is not None:
+            connection.execute(lines)
+            blocks = iter(lambda: [row[0] for row in connection.fetchmany(_FETCH_ROWS)], [])
+            for text in render.framed(plan["form"], blocks):
+                out.write(text.encode())
+                out.flush()
+            return
     connection.execute(plan["sql"])
     names = [column[0] for column in connection.description or ()]
     for text in render.FORMS[plan["form"]](names, _rows(connection)):
