@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spanloop.collectors.gateway_frames import frame, frames
@@ -17,7 +17,9 @@ from spanloop.collectors.gateway_spool import Spool
 from spanloop.collectors.gateway_spools import open_spools
 from spanloop.schemas.errors import TransientError
 
-MANY = settings(max_examples=150, deadline=None)
+MANY = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)  # a loaded machine
 
 
 class Killed(BaseException):

@@ -79,6 +79,8 @@ class Spool:
         self._segments: list[_Segment] = []
         self._fd = -1
         self._dirty_at: float | None = None
+        self._num_dropped = 0
+        """Segments."""
         self.lost: Counter[str] = Counter()
         """Records that never reach the log, by reason."""
         self.folder = folder
@@ -192,8 +194,9 @@ class Spool:
         gone = oldest.count - oldest.handed
         self.lost["spool_full"] += gone
         oldest.path.unlink(missing_ok=True)
-        if gone:
-            _log.error("the spool is full: its %d oldest calls are dropped", gone)
+        self._num_dropped += 1
+        if self._num_dropped == 1 or self._num_dropped % 50 == 0:
+            _log.error("the spool is full: its oldest calls are dropped, %d so far", self.lost["spool_full"])
         return True
 
     def _roll(self) -> None:
