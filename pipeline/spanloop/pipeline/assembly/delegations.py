@@ -15,6 +15,7 @@ from collections import defaultdict
 import msgspec
 
 from spanloop.pipeline.assembly.calls import Calls
+from spanloop.pipeline.assembly.clocks import earlier, one_clock, within
 from spanloop.pipeline.assembly.messages import first_contacts
 from spanloop.pipeline.assembly.names import folded
 from spanloop.pipeline.assembly.said import SAID, SaidActs
@@ -49,7 +50,14 @@ class Delegation(msgspec.Struct):
         if self.tool < 0 or self.mode == "pass_control":
             return run.end_ns
         end_ns = tree.ops[self.tool].end_ns
-        return run.end_ns if self.tool != self.target and 0 < end_ns < run.start_ns else end_ns
+        only_asked = self.tool != self.target and 0 < end_ns < run.start_ns
+        return run.end_ns if only_asked and one_clock(run, tree.ops[self.tool]) else end_ns
+
+    def run_began(self, tree: Tree) -> int:
+        """When its run began, by the source's clock, ns."""
+        ops = tree.ops
+        told = self.source < 0 or self.tool < 0 or one_clock(ops[self.source], ops[self.target])
+        return ops[self.target if told else self.tool].start_ns
 
 
 class Delegations:
@@ -223,7 +231,7 @@ def _handovers(tree: Tree, agents: list[int], found: Delegations) -> set[int]:
                 continue
         waiting = runs.get(folded(op.handover.target), [])
         known = False
-        while waiting and tree.ops[waiting[-1]].start_ns < op.start_ns:
+        while waiting and earlier(tree.ops[waiting[-1]], op):
             waiting.pop()
             known = True
         rule, confidence = op.handover.rule, op.handover.confidence
@@ -273,7 +281,7 @@ def _tasks(tree: Tree, calls: Calls, roots: list[int], found: Delegations) -> No
         for text in op.tool.argument_hashes:
             for i in wanted.get((op.trace_id, text), ()):
                 run = tree.ops[i]
-                inside = op.start_ns <= run.start_ns and 0 < run.end_ns <= op.end_ns
+                inside = run.end_ns > 0 and within(op, run)
                 if inside and i not in found.into and tool not in found.tools and i != source:
                     found.add(Delegation(source, i, tool, "task_is_tool_argument", 0.8))
 
@@ -299,12 +307,7 @@ def _lost_context(tree: Tree, roots: list[int], found: Delegations) -> None:
 
 def lost_in(tool: Operation, run: Operation) -> bool:
     """Whether ``run``, a root in a trace of its own, lies within the time of ``tool``."""
-    return (
-        not run.parent_id
-        and run.trace_id != tool.trace_id
-        and tool.start_ns <= run.start_ns
-        and run.end_ns <= tool.end_ns
-    )
+    return not run.parent_id and run.trace_id != tool.trace_id and within(tool, run)
 
 
 def _contained(tree: Tree, roots: list[int], found: Delegations) -> None:
@@ -338,5 +341,7 @@ def _mode(tree: Tree, calls: Calls, delegation: Delegation) -> str:
         return "return_to_caller"
     if calls.last(delegation.source) < 0:
         return "pass_control" if tool.role == "output" else "return_to_caller"
-    goes_on = calls.after(delegation.source, tree.ops[delegation.target].end_ns) >= 0
+    target = tree.ops[delegation.target]
+    back = target if one_clock(source, target) else tree.ops[delegation.tool]
+    goes_on = calls.after(delegation.source, back.end_ns) >= 0
     return "return_to_caller" if goes_on else "pass_control"

@@ -12,6 +12,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 
+import msgspec
+
+from spanloop.pipeline.assembly.clocks import one_clock
 from spanloop.pipeline.assembly.infer import RANK, Inference
 from spanloop.pipeline.assembly.logged import with_logged_edges
 from spanloop.schemas.orchestration import Edge, OrchestrationEvent
@@ -109,9 +112,19 @@ def _results(work: Inference, lines: dict[str, _Line], edges: set[tuple[str, str
             if following is not None:
                 edges.add((event.id, following.id, "tool_dependency"))
         elif event.type == "return" and event.to_id and event.id not in targets:
-            following = lines[event.to_id].after(event)
+            following = lines[event.to_id].after(_as_received(work, event))
             if following is not None:
                 edges.add((event.id, following.id, "return"))
+
+
+def _as_received(work: Inference, event: OrchestrationEvent) -> OrchestrationEvent:
+    """A return at the time when the receiver's own clock saw it: the end of the tool call that it came back by."""
+    tool = work.operation_of_event.get(event.id, -1)
+    if tool < 0 or work.tree.ops[tool].span_id in event.evidence:
+        return event
+    back = work.tree.ops[tool]
+    sent = next((op for op in (work.tree.ops[i] for i in work.runs) if op.span_id in event.evidence), back)
+    return event if one_clock(sent, back) else msgspec.structs.replace(event, t_ns=max(back.end_ns, 0))
 
 
 def _flows(work: Inference, lines: dict[str, _Line], edges: set[tuple[str, str, str]]) -> None:

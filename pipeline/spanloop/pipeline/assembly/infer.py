@@ -175,8 +175,7 @@ def _delegations(work: Inference) -> None:
         for d in delegations:
             if d.spawns:
                 call = _deciding_call(work, d) if d.delegates else -1
-                op = work.tree.ops[d.target]
-                work.add("spawn", op.start_ns, d.rule, d.confidence, _span(work, d.tool, d.target), agent=source,
+                work.add("spawn", d.run_began(work.tree), d.rule, d.confidence, _span(work, d.tool, d.target), agent=source,
                          name=_named_source(work, d), to=d.target, call=call, operation=d.tool,
                          decision=work.acts.menu(d.tool, "spawn"))  # fmt: skip
 
@@ -226,7 +225,7 @@ def _decision(work: Inference, source: int, call: int, taken: list[Delegation]) 
 
 
 def _delegate(work: Inference, d: Delegation, call: int) -> None:
-    begins = work.tree.ops[d.target].start_ns if d.spawns else d.begins(work.tree)
+    begins = d.run_began(work.tree) if d.spawns else d.begins(work.tree)
     event = work.add("delegate", begins, d.rule, d.confidence, _span(work, d.tool, d.target if d.spawns else -1),
                      agent=d.source, name=_named_source(work, d), to=d.target, call=call, operation=d.tool,
                      mode=d.mode, decision=work.acts.menu(d.tool, "delegate"))  # fmt: skip
