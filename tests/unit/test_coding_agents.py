@@ -75,7 +75,7 @@ def claude_spans() -> list[Span]:
 
 TOLD = [
     ("orchestrator_decision", "claude_code"),
-    ("human_intervention", "user", "claude_code"),
+    ("human_intervention", "human", "claude_code"),
     ("tool_call", "claude_code", "Bash"),
     ("tool_result", "claude_code", "Bash", "ok"),
     ("delegate", "claude_code", "scout", "return_to_caller"),
@@ -161,7 +161,7 @@ def codex_logs() -> list[Span]:
 def test_codex_is_turns_calls_tools_and_a_persons_decisions():
     content = one(codex_logs())
     assert told(content) == [
-        ("human_intervention", "user", "codex"),
+        ("human_intervention", "human", "codex"),
         ("tool_call", "codex", "shell"),
         ("tool_result", "codex", "shell", "error"),
         ("stop", "codex", "ok"),

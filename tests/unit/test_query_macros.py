@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from spanloop.pipeline.clock import ManualClock
 from spanloop.pipeline.log.memory import MemoryLog
 from spanloop.pipeline.macros import MACROS
 from spanloop.pipeline.otlp.files import read_spans
+from spanloop.pipeline.pomdp import pomdp_of
 from spanloop.pipeline.ports import new_record
 from spanloop.pipeline.query.session import Query, QueryError
 from spanloop.pipeline.rewards.orchestration import orchestration_rewards
@@ -312,3 +314,29 @@ def test_a_cycle_of_agents_ends(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", MACROS)
 def test_every_macro_answers_its_example_on_an_empty_log(name: str, tmp_path: Path) -> None:
     ask([], tmp_path, MACROS[name].example)
+
+
+def test_pomdp_is_what_the_pipeline_says(tmp_path: Path) -> None:
+    """On the recorded desk: steps and active sets in SQL are those of ``pomdp_of``, to the microsecond."""
+    spans = [span for batch in read_spans(GOLDEN) for span in batch.spans]
+    (content,) = assemble_spans(spans, "default")
+    revised = OrchestrationRevised(
+        orchestration_id=content.orchestration_id, revision=1, complete=True, content_hash="h", content=content
+    )
+    trace = pomdp_of(content)
+    rows = ask([revised], tmp_path, f"FROM pomdp('{content.orchestration_id[:6]}')")
+    expected = Counter(
+        (run.id, step.index, part, item.kind, item.event_id)
+        for run in trace.agents
+        for step in run.steps
+        for part, items in (("observation", step.observations), ("action", step.actions))
+        for item in items
+    )
+    told = Counter(
+        (r["agent_id"], r["step"], r["part"], r["kind"], r["event_id"]) for r in rows if r["kind"] != "answer"
+    )
+    assert told == expected
+    changes = ask([revised], tmp_path / "x", f"FROM active_agents('{content.orchestration_id[:6]}')")
+    assert [len(c["active"]) for c in changes] == [c["num_active"] for c in changes]
+    assert max(c["num_active"] for c in changes) == trace.most_active
+    assert len(changes) == len(trace.changes)

@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 from spanloop.pipeline.views import last_rows
 
-__all__ = ["CRITICAL_PATH", "MACROS", "Macro"]
+__all__ = ["ACTIVE_AGENTS", "CRITICAL_PATH", "MACROS", "POMDP_STEPS", "Macro"]
 
 CRITICAL_PATH = "_critical_path"
-"""Function that the sandbox registers (``query.critical``) where a statement needs it."""
+POMDP_STEPS = "_pomdp_steps"
+ACTIVE_AGENTS = "_active_agents"
+"""Functions that the sandbox registers (``query.functions``) where a statement needs them."""
 
 
 class Macro(NamedTuple):
@@ -30,6 +32,8 @@ class Macro(NamedTuple):
     example: str
     call: str
     """As people call it."""
+    function: str = ""
+    """The function of ours that ``sql`` uses."""
 
 
 def _one(heads: str) -> str:
@@ -63,6 +67,25 @@ SELECT p.step, p.kind, p.node AS id, p.agent_id, p.agent, c.model, nullif(c.poli
   make_timestamp(p.started) AS started, p.own_us / 1000.0 AS ms, p.total_us / 1000.0 AS total_ms, p.span_us / 1000.0 AS span_ms,
   p.work_us / 1000.0 AS work_ms, CASE WHEN p.span_us > 0 THEN p.work_us / p.span_us END AS parallelism
 FROM path LEFT JOIN c ON p.kind = 'call' AND c.id = p.node ORDER BY p.step"""  # noqa: S608
+
+_RUNS = """coalesce((SELECT list({'id': a.id, 'name': a.name, 'role': a.role, 'parent_id': a.parent_id,
+    'started': coalesce(epoch_us(a.started), 0), 'ended': coalesce(epoch_us(a.ended), 0)} ORDER BY a.started, a.id) FROM a), [])"""
+
+_POMDP = f"""WITH {_one("orchestrations")}, a AS ({_of("agents")}), c AS ({_of("calls")}), e AS ({_of("events")}),
+parts AS (SELECT unnest({POMDP_STEPS}({_RUNS},
+  coalesce((SELECT list({{'id': c.id, 'agent_id': c.agent_id, 'started': coalesce(epoch_us(c.started), 0), 'model': c.model,
+    'policy_version': c.policy_version}} ORDER BY c.started, c.id) FROM c), []),
+  coalesce((SELECT list({{'id': e.id, 'kind': e.type, 'agent': e.agent, 'agent_id': e.agent_id, 'to_agent': e.to_agent,
+    'to_id': e.to_id, 'tool': e.tool, 'status': e.status, 'triggered': e.triggered, 't': e.t_ns // 1000,
+    'call_id': e.call_id}} ORDER BY e.t_ns, e.rn) FROM (SELECT *, row_number() OVER () AS rn FROM e) e), []))) AS p)
+SELECT p.agent_id, p.agent, p.role, p.step, make_timestamp(p.t) AS t, nullif(p.call_id, '') AS call_id, nullif(p.model, '') AS model,
+  nullif(p.policy_version, '') AS policy_version, p.part, p.kind, p.other, p.status, nullif(p.event_id, '') AS event_id,
+  make_timestamp(p.moment) AS moment
+FROM parts"""  # noqa: S608
+
+_ACTIVE = f"""WITH {_one("orchestrations")}, a AS ({_of("agents")}),
+changes AS (SELECT unnest({ACTIVE_AGENTS}({_RUNS})) AS p)
+SELECT make_timestamp(p.t) AS t, p.num_active, p.active, p.joined, p.gone FROM changes"""  # noqa: S608
 
 _FAN_OUT = f"""WITH RECURSIVE {_one("orchestrations")}, a AS MATERIALIZED ({_of("agents")}),
 deep(id, depth) AS (
@@ -158,7 +181,17 @@ MACROS: dict[str, Macro] = {
         Macro(
             "critical_path", "orchestration", ("orchestrations", "agents", "calls", "events"), (), _CRITICAL,
             "the heaviest causal path through model calls and agents: its last total_ms is the span L, work_ms is W",
-            "SELECT step, agent, ms, total_ms, parallelism FROM critical_path('3fa9')", "critical_path(id)",
+            "SELECT step, agent, ms, total_ms, parallelism FROM critical_path('3fa9')", "critical_path(id)", CRITICAL_PATH,
+        ),
+        Macro(
+            "pomdp", "orchestration", ("orchestrations", "agents", "calls", "events"), (), _POMDP,
+            "what each agent saw and did, step by step: a row for each observation and action (`spanloop explain pomdp`)",
+            "SELECT agent, step, part, kind, other, status FROM pomdp('3fa9')", "pomdp(id)", POMDP_STEPS,
+        ),
+        Macro(
+            "active_agents", "orchestration", ("orchestrations", "agents"), (), _ACTIVE,
+            "the set of active agents from each time on, and who joined and left",
+            "SELECT t, num_active, joined, gone FROM active_agents('3fa9')", "active_agents(id)", ACTIVE_AGENTS,
         ),
         Macro(
             "fan_out", "orchestration", ("orchestrations", "agents"), (), _FAN_OUT,

@@ -10,6 +10,7 @@ import click
 import msgspec
 
 from spanloop.pipeline.credit.explain import Explanation, Line, explain_credit
+from spanloop.pipeline.pomdp_cli import pomdp
 from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.settings import load_settings
 
@@ -20,12 +21,16 @@ _LABEL_WIDTH = 44
 
 @click.group()
 def explain() -> None:
-    """Show how a reward became credit, from the team down to the token.
+    """Show how a reward became credit, from the team down to the token, and what each agent saw and did.
 
     \b
     spanloop explain credit 132a50                  the beginning of an id is enough
     spanloop explain credit 132a50 --token          down to the tokens
+    spanloop explain pomdp 132a50                   who was active when; observations and actions
     """
+
+
+explain.add_command(pomdp)
 
 
 @explain.command()

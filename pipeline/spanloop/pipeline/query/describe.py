@@ -6,8 +6,8 @@ from typing import Any
 
 import duckdb
 
-from spanloop.pipeline.macros import CRITICAL_PATH, MACROS
-from spanloop.pipeline.query import critical
+from spanloop.pipeline.macros import MACROS
+from spanloop.pipeline.query.functions import register
 from spanloop.pipeline.query.plan import sql_columns
 from spanloop.pipeline.query.sandbox import table_sql
 from spanloop.pipeline.tables import TABLES
@@ -24,7 +24,6 @@ def describe() -> list[dict[str, Any]]:
             connection.execute(
                 f"CREATE TEMP VIEW t_{name} AS {table_sql({'columns': sql_columns(name), 'parts': []}, None)}"
             )
-        connection.create_function(CRITICAL_PATH, critical.rows, list(critical.PARAMETERS), critical.RETURNS)
         found = []
         for view in VIEWS.values():
             connection.execute(f"CREATE TEMP VIEW {view.name} AS {view.sql}")
@@ -33,6 +32,8 @@ def describe() -> list[dict[str, Any]]:
                 {"view": view.name, "meaning": view.meaning, "columns": columns, "example": view.example}
             )
         for macro in MACROS.values():
+            if macro.function:
+                register(connection, macro.function)
             connection.execute(f"CREATE TEMP MACRO {macro.name}({macro.parameters}) AS TABLE {macro.sql}")
             argument = {"provenance": "1", "staleness": ""}.get(macro.name, "''")
             columns = _columns(connection, f"DESCRIBE FROM {macro.name}({argument})")

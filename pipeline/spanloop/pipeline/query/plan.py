@@ -16,7 +16,7 @@ import msgspec
 
 from spanloop.pipeline.archive.manifest import RANGES, Range, gaps, resolve
 from spanloop.pipeline.archive.source import contradicts
-from spanloop.pipeline.macros import CRITICAL_PATH, MACROS
+from spanloop.pipeline.macros import MACROS
 from spanloop.pipeline.ports import Log, topic_of
 from spanloop.pipeline.tables import TABLES, TABLES_OF_TOPIC, arrow_name, sql_type
 from spanloop.pipeline.views import VIEWS
@@ -81,9 +81,9 @@ def setup_of(names: Names, *, everything: bool) -> list[str]:
     ]
 
 
-def needs_critical_path(names: Names) -> str:
-    """Name of the function to register, or nothing."""
-    return CRITICAL_PATH if "critical_path" in names.macros else ""
+def functions_of(names: Names) -> list[str]:
+    """Names of the functions to register."""
+    return [MACROS[name].function for name in names.macros if MACROS[name].function]
 
 
 def sql_columns(table: str) -> dict[str, str]:

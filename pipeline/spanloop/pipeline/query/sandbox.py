@@ -227,14 +227,11 @@ def main(parent: int) -> None:
 
         pa.set_cpu_count(1)
         connection.sql("SELECT 1").to_arrow_reader(1).read_all()
-    if plan["critical_path"]:
-        from spanloop.pipeline.query import critical
+    if plan["functions"]:
+        from spanloop.pipeline.query.functions import register
 
-        connection.create_function(
-            plan["critical_path"], critical.rows, list(critical.PARAMETERS), critical.RETURNS
-        )
-        connection.execute(f"SELECT {plan['critical_path']}([], [], [])")
-        connection.fetchall()
+        for name in plan["functions"]:
+            register(connection, name)
     held = guards.limit(
         memory_bytes=(plan["memory_mb"] + plan["slack_mb"]) * 2**20,
         cpu_s=plan["cpu_s"],
