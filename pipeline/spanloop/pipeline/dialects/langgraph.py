@@ -1,8 +1,8 @@
 """LangGraph's metadata, as OpenInference and others carry it: which node of which graph a span belongs to.
 
 Every span inside a node repeats the node's metadata; the checkpoint namespace (``outer:<uuid>|inner:<uuid>``) is
-one execution of it. Where the graph goes next stands in the result: ``{"goto": "writer"}``, or
-``{"goto": ["Send(node='researcher', ...)"]}`` as Python writes it, or, of a routing function, just the name.
+one execution of it. Where the graph goes next stands in the result: ``{"goto": "billing"}``, or
+``{"goto": ["Send(node='billing', ...)"]}`` as Python writes it, or, of a routing function, just the name.
 """
 
 from __future__ import annotations
