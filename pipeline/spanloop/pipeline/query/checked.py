@@ -17,7 +17,6 @@ import os
 import time
 import zlib
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 __all__ = ["LEDGER", "TRUST_S", "unsound"]
@@ -50,6 +49,8 @@ def unsound(root: str, files: Iterable[tuple[str, int]]) -> list[str]:
             todo.append((path, crc, mark))
     if not todo:
         return []
+    from concurrent.futures import ThreadPoolExecutor
+
     with ThreadPoolExecutor(_THREADS) as pool:
         sound = list(pool.map(lambda item: _crc(item[0]) == item[1], todo))
     for (path, _, mark), is_sound in zip(todo, sound, strict=True):

@@ -116,9 +116,9 @@ def query(sql: str | None, *, workspace: Path | None, config: Path | None, form:
         raise ModuleNotFoundError("No module named 'duckdb'", name="duckdb")
     if form in ("arrow", "parquet") and output is None and sys.stdout.isatty():
         raise click.UsageError(f"{form} is not for a terminal: give --output FILE or send it into a pipe")
-    from spanloop.pipeline.query.child import Child
+    from spanloop.pipeline.query.child import started
 
-    child = Child()  # starts up while this process finds out what to read
+    child = started()  # starts up while this process finds out what to read
     try:
         with _opened(
             child,

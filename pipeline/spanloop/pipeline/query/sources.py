@@ -10,7 +10,6 @@ worked around (``archive.load``); what cannot be read any more is named in ``los
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,8 @@ from spanloop.pipeline.tables import TABLES
 from spanloop.schemas.errors import TransientError
 
 if TYPE_CHECKING:
+    import tempfile
+
     import pyarrow as pa
 
     from spanloop.pipeline.archive import Archive, ArchiveStore
@@ -199,6 +200,8 @@ class Sources:
         if not tail.num_rows:
             return []
         if self._scratch is None:
+            import tempfile
+
             self._scratch = tempfile.TemporaryDirectory(prefix="spanloop-query-")
         self._tails += 1
         path = os.path.join(self._scratch.name, f"{name}-{self._tails}.parquet")
@@ -215,4 +218,6 @@ class Sources:
         return fetch(store, files, self._cache_folder())
 
     def _cache_folder(self) -> Path:
+        import tempfile
+
         return self._cache or Path(tempfile.gettempdir()) / f"spanloop-cache-{os.getuid()}"
