@@ -11,24 +11,21 @@ the gateway alone knows which policy answered. ``spanloop.sdk.*`` is what our SD
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
 import re
-import secrets
 from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from spanloop.collectors.allowlist import DROP, KEEP, LABELS, MESSAGES, RECORDED, classify
+from spanloop.collectors.labels import HEX, has_secret, looks_like_label
+from spanloop.collectors.workspace_key import workspace_key
 from spanloop.pipeline.otlp.decoded import FLAGS
 from spanloop.schemas.canonical import canonical_json
-from spanloop.schemas.errors import ConfigError, TransientError
 from spanloop.schemas.sdk_attributes import PREFIX
-from spanloop.schemas.settings import Content, Settings
+from spanloop.schemas.settings import Content
 from spanloop.schemas.spans import Span, SpanEvent, SpanLink, redacted
 
 __all__ = ["Redactor", "looks_like_label", "workspace_key"]
@@ -37,22 +34,7 @@ RESERVED = "spanloop."
 _SENDERS_OWN = frozenset({"spanloop.task.key", FLAGS})
 """Reserved keys that a sender may set, and the flags that our decoder sets."""
 
-_LABEL = re.compile(r"[^\x00-\x1f\x7f\"'`<>{}=?&\\]{0,256}\Z")
 _KEY = re.compile(r"[A-Za-z0-9_.\-/:$]{0,128}\Z")
-_SECRET = re.compile(
-    r"[\w.+-]+@[\w-]+\.\w"  # e-mail
-    r"|://[^/\s]*@"  # user and password in a URL
-    r"|\beyJ[\w-]*\."  # JSON web token
-    r"|bearer\s+\S"
-    r"|\b(?:sk|pk|rk|glpat|xox[a-z]|hf|gh[opsu]|github_pat)[-_][\w-]{8,}|\bA[KS]IA[0-9A-Z]{12}|\bAIza[\w-]{20}"
-    r"|\+\d[\d ().-]{6,}\d"  # phone
-    r"|\b(?:password|passwd|pwd|secret|api[_-]?key|token)\s*:\s*\S"
-    r"|\b\d{3}-\d{2}-\d{4}\b",
-    re.IGNORECASE,
-)
-_HEX = re.compile(r"(?=[0-9]*[a-f])[0-9a-f]{1,64}\Z")
-"""An id in hex with a letter in it: nothing of _SECRET or _CARD can stand there."""
-_CARD = re.compile(r"(?<![\w.-])\d(?:[ -]?\d){12,18}(?![\w-])")
 _TEMPLATES = frozenset({"logfire.msg_template"})
 """Constants of the program, with braces and quotes."""
 
@@ -200,7 +182,7 @@ class Redactor:
                 texts = short.get(key)
                 pair = texts.get(value) if texts is not None else None
                 if pair is None:
-                    if key in kept and _HEX.match(value):
+                    if key in kept and HEX.match(value):
                         found[key] = value
                         continue
                     pair = self._attribute(key, value, attributes, event=event)
@@ -237,7 +219,7 @@ class Redactor:
             return key, self._json(value, self._recorded, 0)
         if kind is not DROP:
             return key, self._json(value, self._messages if kind is MESSAGES else self._top, 0)
-        if key in _TEMPLATES and type(value) is str and len(value) <= 256 and not _has_secret(value):
+        if key in _TEMPLATES and type(value) is str and len(value) <= 256 and not has_secret(value):
             return key, value
         return self._clean_key(key), self._drop(value)
 
@@ -261,7 +243,7 @@ class Redactor:
         return hashlib.blake2b(text.encode(), key=self._key, digest_size=16).hexdigest()
 
     def _make_clean_key(self, key: str) -> str:
-        return key if _KEY.match(key) and not _has_secret(key) else f"redacted:{self._hmac(key)}"
+        return key if _KEY.match(key) and not has_secret(key) else f"redacted:{self._hmac(key)}"
 
     # ------------------------------------------------------------ inside JSON
 
@@ -365,71 +347,3 @@ def _are_messages(value: Any) -> bool:
             type(m) is dict and ("role" in m or "message" in m or type(m.get("type")) is str) for m in value
         )
     )
-
-
-def looks_like_label(text: str) -> bool:
-    """True for a short text without quotes, braces or control characters that holds nothing like a secret.
-
-    >>> looks_like_label("chat fake-model"), looks_like_label("mail pat@example.com")
-    (True, False)
-    """
-    return _HEX.match(text) is not None or _looks_like_label(text)
-
-
-@lru_cache(8192)
-def _looks_like_label(text: str) -> bool:
-    return len(text) <= 256 and _LABEL.match(text) is not None and not _has_secret(text)
-
-
-def _has_secret(text: str) -> bool:
-    if _SECRET.search(text):
-        return True
-    return any(_luhn(found.group()) for found in _CARD.finditer(text))
-
-
-def _luhn(text: str) -> bool:
-    digits = [int(c) for c in reversed(text) if c.isdigit()]
-    return sum(sum(divmod(2 * d, 10)) if i % 2 else d for i, d in enumerate(digits)) % 10 == 0
-
-
-def workspace_key(settings: Settings) -> bytes:
-    """The key of the keyed hash: the setting, else WORKSPACE/hmac.key, made at first use and readable by its owner
-    only. All processes of a workspace share it, so that equal texts leave equal hashes.
-
-    Raises:
-        ConfigError: the setting is too short, or the file is damaged.
-        TransientError: the file cannot be written.
-    """
-    given = settings.content.hmac_key.get_secret_value()
-    if given:
-        if len(given) < 16:
-            raise ConfigError("content.hmac_key is shorter than 16 characters; use a long random text")
-        return given.encode()
-    path = settings.workspace / "hmac.key"
-    try:
-        settings.workspace.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            _create_key(path)
-        text = path.read_text()
-    except OSError as exc:
-        raise TransientError(f"cannot keep the hash key in {path}: {exc.strerror}") from exc
-    if len(text) < 32:
-        raise ConfigError(
-            f"{path} is damaged ({len(text)} characters, expected 64); restore it or set content.hmac_key"
-        )
-    return text.encode()
-
-
-def _create_key(path: Path) -> None:
-    """Write beside, then link: of two processes that start together one wins and both read the same key."""
-    temporary = path.with_name(f".hmac.key.{secrets.token_hex(8)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(descriptor, "w") as handle:
-            handle.write(secrets.token_hex(32))
-            handle.flush()
-            os.fsync(handle.fileno())
-        with contextlib.suppress(FileExistsError):
-            os.link(temporary, path)
-    finally:
-        temporary.unlink()
