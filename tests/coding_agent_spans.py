@@ -24,6 +24,8 @@ CODEX_EVENTS = [
 ]
 GENAI_EVENTS = ["choice", "tool.message", "user.message", "client.inference.operation.details", "evaluation.result",
                 "guardrail.result"]  # fmt: skip
+IDS = st.builds(lambda kind, n: 10 * (kind + 1) + n, st.integers(0, len(CLAUDE_SPANS) - 1), st.integers(0, 1))
+"""Ids of spans: versions of one span differ in what they say, not in what they are."""
 
 
 def _some(draw: Any, choices: dict[str, list[Any]]) -> dict[str, Any]:
@@ -71,12 +73,13 @@ def coding_agent_item(draw: Any) -> Span:
     trace = hex32(draw(st.integers(1, 3)))
     if kind == LOG and draw(st.booleans()):
         trace = UNSET_TRACE
-    parent = None if trace == UNSET_TRACE or draw(st.booleans()) else hex16(draw(st.integers(1, 9)))
+    parent = None if trace == UNSET_TRACE or draw(st.booleans()) else hex16(draw(st.integers(1, 9) | IDS))
+    name = draw(st.sampled_from(names))
     item = Span(
         trace_id=trace,
-        span_id=hex16(draw(st.integers(1, 8))),
+        span_id=hex16(10 * (names.index(name) + 1) + draw(st.integers(0, 1))),
         parent_span_id=parent,
-        name=prefix + draw(st.sampled_from(names)),
+        name=prefix + name,
         start_ns=start,
         end_ns=end,
         kind=kind,
