@@ -9,14 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from forests import forests, seeds
-from hypothesis import HealthCheck, assume, currently_in_test_context, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_spans import hex16, hex32
 from partitioned_log import Faults, Partitions
 
-from spanloop.pipeline.assembly.join import RELEVANT
 from spanloop.pipeline.clock import ManualClock
-from spanloop.pipeline.dialects import operation_of
 from spanloop.pipeline.held import targets_of
 from spanloop.pipeline.log.memory import MemoryLog
 from spanloop.pipeline.otlp.files import read_spans
@@ -170,13 +168,7 @@ def _partitioned(events, partitions, seed, faults=CAREFUL, settle_s=3600):
 
 
 def _case(spans, drawn):
-    """Events, and what one process makes of them. Whether a trace is an orchestration at all must not depend on what has
-    arrived: one that was published stays, also where a later version of its only span is of no kind."""
-    kinds = {(span.trace_id, span.span_id): operation_of(span, "import").kind in RELEVANT for span in spans}
-    if currently_in_test_context():
-        assume(
-            all(kinds[s.trace_id, s.span_id] == (operation_of(s, "import").kind in RELEVANT) for s in spans)
-        )
+    """Events, and what one process makes of them."""
     events = _sources(spans)
     scored = [*events, *_feedback(spans, Embedded(events), drawn)]
     return scored, Embedded(scored).content

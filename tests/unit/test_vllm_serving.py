@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from serving_support import settings_of
 from vllm_support import WORDS, write_lora
 
-from spanloop.collectors.gateway_upstream import upstream_urls
+from spanloop.collectors.gateway_targets import upstream_urls
 from spanloop.learner.serving.http import HttpServing
 from spanloop.learner.serving.lora_files import WEIGHTS, check_lora
 from spanloop.learner.serving.vllm import VllmServing, serving_of, serving_urls

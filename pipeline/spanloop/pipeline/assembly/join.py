@@ -66,6 +66,7 @@ class TraceBuffer:
         self.rooted = False
         """A finished root that is not the gateway's."""
         self.relevant = False
+        """Whether any version of any span is of a kind that makes an orchestration: what was published stays one."""
         self.chunks = 0
         """State entries written for this trace."""
         self.fresh: list[bytes] = []
@@ -90,6 +91,7 @@ class TraceBuffer:
         if not wins and loser in known:
             return False
         known.add(loser)
+        self.relevant |= operation.kind in RELEVANT
         if min(operation.end_ns, before.end_ns) > 0:
             self.conflicts.add(span_id)
         self.fresh.append(encoded)
@@ -123,7 +125,7 @@ class TraceBuffer:
             self.relevant = True
 
     def _recount(self) -> None:
-        self.missing, self.unfinished, self.rooted, self.relevant = set(), set(), False, False
+        self.missing, self.unfinished, self.rooted = set(), set(), False
         for encoded in self.spans.values():
             self._count(decode_operation(encoded))
 
