@@ -6,6 +6,8 @@ A span that another instrumentation wrote and Langfuse only exported has no obse
 
 from __future__ import annotations
 
+from typing import Any
+
 from spanloop.pipeline.dialects.fields import base_fields, first, text, texts
 from spanloop.pipeline.dialects.operation import AgentFacts, Operation, ToolFacts
 from spanloop.pipeline.dialects.recorded import argument_texts, call_facts, task_hash, tokens
@@ -37,7 +39,7 @@ def read(span: Span) -> Operation:
     attributes = span.attributes
     kind = _KINDS.get(attributes[_OWN + "type"].lower(), "unknown")
     given, answer = attributes.get(_OWN + "input"), attributes.get(_OWN + "output")
-    fields = base_fields(span) | {
+    fields: dict[str, Any] = base_fields(span) | {
         "kind": kind,
         "conversation": text(first(attributes, "session.id", "langfuse.session.id")),
     }

@@ -3,6 +3,8 @@ Source: DIALECTS 1; mlflow 3.17."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from spanloop.pipeline.dialects.fields import base_fields
 from spanloop.pipeline.dialects.operation import AgentFacts, Operation, ToolFacts
 from spanloop.pipeline.dialects.recorded import argument_texts, call_facts, task_hash, tokens, unquoted
@@ -35,7 +37,7 @@ def read(span: Span) -> Operation:
     attributes = span.attributes
     kind = _KINDS.get(unquoted(attributes.get("mlflow.spanType")).upper(), "unknown")
     given, answer = attributes.get("mlflow.spanInputs"), attributes.get("mlflow.spanOutputs")
-    fields = base_fields(span) | {
+    fields: dict[str, Any] = base_fields(span) | {
         "kind": kind,
         "conversation": unquoted(attributes.get("mlflow.trace.session")),
     }

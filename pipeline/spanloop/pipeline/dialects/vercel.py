@@ -46,7 +46,7 @@ def read(span: Span) -> Operation:
     """A span as an operation."""
     attributes = span.attributes
     operation = attributes["ai.operationId"]
-    fields = base_fields(span) | {
+    fields: dict[str, Any] = base_fields(span) | {
         "kind": "unknown",
         "conversation": text(first(attributes, "session.id", *_CONVERSATIONS)),
     }
