@@ -10,17 +10,18 @@ nobody had start are started by it. Source: DIALECTS 3.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 
 import msgspec
 
 from spanloop.pipeline.assembly.calls import Calls
+from spanloop.pipeline.assembly.candidates import Peers, Waiting
 from spanloop.pipeline.assembly.clocks import earlier, one_clock, within
 from spanloop.pipeline.assembly.messages import first_contacts
 from spanloop.pipeline.assembly.names import folded
 from spanloop.pipeline.assembly.said import SAID, SaidActs
 from spanloop.pipeline.assembly.tree import Tree
-from spanloop.pipeline.assembly.turns import TURN, place_of
 from spanloop.pipeline.dialects.operation import Operation
 
 __all__ = ["Delegation", "Delegations", "above", "find_delegations", "lost_in"]
@@ -52,6 +53,13 @@ class Delegation(msgspec.Struct):
         end_ns = tree.ops[self.tool].end_ns
         only_asked = self.tool != self.target and 0 < end_ns < run.start_ns
         return run.end_ns if only_asked and one_clock(run, tree.ops[self.tool]) else end_ns
+
+    def source_name(self, tree: Tree) -> str:
+        """Name of the source in the words of its tool or hand-over, empty without one."""
+        if self.tool < 0:
+            return ""
+        op = tree.ops[self.tool]
+        return (op.handover.source if op.handover else "") or op.agent
 
     def run_began(self, tree: Tree) -> int:
         """When its run began, by the source's clock, ns."""
@@ -156,13 +164,14 @@ def _handed_by(tree: Tree, roots: list[int], found: Delegations) -> None:
         return
     runs: dict[tuple[str, str], list[int]] = defaultdict(list)
     for i in tree.agent_ops():
-        runs[(tree.ops[i].trace_id, folded(tree.name(i)))].append(i)
+        if i not in tree.same_run:
+            runs[(tree.ops[i].trace_id, folded(tree.name(i)))].append(i)
     for i in named:
         run = tree.ops[i].run
         before = runs[(tree.ops[i].trace_id, folded(run.handed_by if run else ""))]
-        earlier = [r for r in before if r < i and r not in tree.same_run]
-        if earlier:
-            found.add(Delegation(earlier[-1], i, -1, "parent_node_key", 1.0, "pass_control"))
+        place = bisect_left(before, i)
+        if place:
+            found.add(Delegation(before[place - 1], i, -1, "parent_node_key", 1.0, "pass_control"))
 
 
 def _started_by_engine(tree: Tree, roots: list[int], found: Delegations) -> None:
@@ -207,6 +216,8 @@ def _handovers(tree: Tree, agents: list[int], found: Delegations) -> set[int]:
     runs: dict[str, list[int]] = defaultdict(list)
     for i in reversed(agents):
         runs[folded(tree.name(i))].append(i)
+    first = {name: named[-1] for name, named in runs.items()}
+    peers = Peers(tree)
     claimed: set[int] = set()
     inside = {tree.tool[i] for i in agents} | tree.virtual
     for i, op in enumerate(tree.ops):
@@ -214,7 +225,7 @@ def _handovers(tree: Tree, agents: list[int], found: Delegations) -> set[int]:
             continue
         source = above(tree, found, i)
         if not op.handover.target:
-            target = _next_peer(tree, found, source, i)
+            target = peers.after(source, i)
             if target >= 0:
                 known = target in claimed or target in tree.turn_of
                 claimed.add(target)
@@ -240,68 +251,58 @@ def _handovers(tree: Tree, agents: list[int], found: Delegations) -> set[int]:
             claimed.add(target)
             found.add(Delegation(source, target, i, rule, confidence, op.handover.mode))
         elif known or waiting:
-            target = next((a for a in agents if folded(tree.name(a)) == folded(op.handover.target)), -1)
+            target = first.get(folded(op.handover.target), -1)
             if target >= 0:
                 found.add(Delegation(source, target, i, rule, confidence, op.handover.mode, spawns=False))
     return claimed
 
 
-def _next_peer(tree: Tree, found: Delegations, source: int, i: int) -> int:
-    """The run or turn that begins first after hand-over ``i`` where the source's own turn began; -1 without one."""
-    turn = tree.parent[i]
-    while turn >= 0 and tree.ops[turn].kind not in ("agent_run", TURN):
-        turn = tree.parent[turn]
-    turn = tree.same_run.get(turn, turn)
-    if turn < 0 or source < 0:
-        return -1
-    trace, place = tree.ops[i].trace_id, place_of(tree, turn)
-    for j in range(i + 1, len(tree.ops)):
-        op = tree.ops[j]
-        beside = op.kind in ("agent_run", TURN) and op.trace_id == trace and place_of(tree, j) == place
-        if beside and j not in found.same_run and tree.turn_of.get(j, j) != source:
-            return j
-    return -1
-
-
 def _tasks(tree: Tree, calls: Calls, roots: list[int], found: Delegations) -> None:
     """Rule (g) inside one trace: a run outside any other whose task is the argument of a tool call that contains
     it in time; its instrumentation hangs sub-agents off the root."""
-    wanted: dict[tuple[str, str], list[int]] = defaultdict(list)
+    wanted = Waiting(tree)
     for i in roots:
         first = calls.of_agent.get(i, [])[:1]
         facts = [tree.ops[j].run for j in (i,)] + [tree.ops[j].call for c in first for j in calls.groups[c]]
         task = next((f.task_hash for f in facts if f is not None and f.task_hash), "")
         if task:
-            wanted[(tree.ops[i].trace_id, task)].append(i)
+            wanted.add((tree.ops[i].trace_id, task), i)
+    if not wanted:
+        return
     for tool in reversed(range(len(tree.ops))):
         op = tree.ops[tool]
         if op.tool is None or tool in found.tools:
             continue
         source = above(tree, found, tool)
-        for text in op.tool.argument_hashes:
-            for i in wanted.get((op.trace_id, text), ()):
-                run = tree.ops[i]
-                inside = run.end_ns > 0 and within(op, run)
-                if inside and i not in found.into and tool not in found.tools and i != source:
-                    found.add(Delegation(source, i, tool, "task_is_tool_argument", 0.8))
+        inside = (
+            (key, i)
+            for key in ((op.trace_id, text) for text in op.tool.argument_hashes)
+            for i in wanted.around(key, op)
+            if i != source and tree.ops[i].end_ns > 0 and within(op, tree.ops[i])
+        )
+        key, i = next(inside, (("", ""), -1))
+        if i >= 0:
+            wanted.take(key, i)
+            found.add(Delegation(source, i, tool, "task_is_tool_argument", 0.8))
 
 
 def _lost_context(tree: Tree, roots: list[int], found: Delegations) -> None:
     """Rule (g) inside one conversation: the root run's task is an argument of a tool call that contains
     it in time."""
-    wanted: dict[tuple[str, str], list[int]] = defaultdict(list)
+    wanted = Waiting(tree)
     for i in roots:
         run = tree.ops[i].run
-        if run is not None and run.task_hash and tree.ops[i].conversation:
-            wanted[(tree.ops[i].conversation, run.task_hash)].append(i)
+        if run is not None and run.task_hash and tree.ops[i].conversation and i not in found.into:
+            wanted.add((tree.ops[i].conversation, run.task_hash), i)
     if not wanted:
         return
     for tool, op in enumerate(tree.ops):
         if op.tool is None or not op.conversation:
             continue
-        for text in op.tool.argument_hashes:
-            for i in wanted.get((op.conversation, text), ()):
-                if i not in found.into and lost_in(op, tree.ops[i]):
+        for key in ((op.conversation, text) for text in op.tool.argument_hashes):
+            for i in wanted.around(key, op):
+                if lost_in(op, tree.ops[i]):
+                    wanted.take(key, i)
                     found.add(Delegation(above(tree, found, tool), i, tool, "task_is_tool_argument", 0.8))
 
 

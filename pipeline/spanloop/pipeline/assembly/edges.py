@@ -96,6 +96,9 @@ def _results(work: Inference, lines: dict[str, _Line], edges: set[tuple[str, str
         if e.type == "tool_call" and e.id in work.operation_of_event
     }
     targets: dict[str, list[str]] = defaultdict(list)
+    runs: dict[str, int] = {}
+    for i in work.runs:
+        runs.setdefault(work.tree.ops[i].span_id, i)
     by_span = {e.evidence[0]: e.id for e in work.events if e.type == "return"}
     for event in work.events:
         if event.type == "aggregate":
@@ -112,18 +115,25 @@ def _results(work: Inference, lines: dict[str, _Line], edges: set[tuple[str, str
             if following is not None:
                 edges.add((event.id, following.id, "tool_dependency"))
         elif event.type == "return" and event.to_id and event.id not in targets:
-            following = lines[event.to_id].after(_as_received(work, event))
+            following = lines[event.to_id].after(_as_received(work, runs, event))
             if following is not None:
                 edges.add((event.id, following.id, "return"))
 
 
-def _as_received(work: Inference, event: OrchestrationEvent) -> OrchestrationEvent:
-    """A return at the time when the receiver's own clock saw it: the end of the tool call that it came back by."""
+def _as_received(work: Inference, runs: dict[str, int], event: OrchestrationEvent) -> OrchestrationEvent:
+    """A return at the time when the receiver's own clock saw it: the end of the tool call that it came back by.
+
+    Args:
+        work: with the tree.
+        runs: agent runs by span id; of equal ids the first.
+        event: the return.
+    """
     tool = work.operation_of_event.get(event.id, -1)
     if tool < 0 or work.tree.ops[tool].span_id in event.evidence:
         return event
     back = work.tree.ops[tool]
-    sent = next((op for op in (work.tree.ops[i] for i in work.runs) if op.span_id in event.evidence), back)
+    run = min((runs[span] for span in event.evidence if span in runs), default=-1)
+    sent = work.tree.ops[run] if run >= 0 else back
     return event if one_clock(sent, back) else msgspec.structs.replace(event, t_ns=max(back.end_ns, 0))
 
 

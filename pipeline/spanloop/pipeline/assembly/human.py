@@ -33,18 +33,18 @@ def pause_ends(operation: Operation) -> Iterator[tuple[str, int]]:
 
 def pauses(tree: Tree) -> list[tuple[int, int]]:
     """(run that paused, run that went on), each resumption once, with the last run before it that put its calls off."""
-    waiting: dict[str, list[int]] = {}
+    waiting: dict[str, int] = {}
     found = []
     for i, op in enumerate(tree.ops):
         if op.run is None or not (op.run.pending or op.run.resumed):
             continue
         ends = list(pause_ends(op))
-        before = {j for key, side in ends if side == 1 for j in waiting.get(key, ())}
-        if before:
-            found.append((max(before), i))
+        before = max((waiting.get(key, -1) for key, side in ends if side == 1), default=-1)
+        if before >= 0:
+            found.append((before, i))
         for key, side in ends:
             if side == 0:
-                waiting.setdefault(key, []).append(i)
+                waiting[key] = i
     return found
 
 

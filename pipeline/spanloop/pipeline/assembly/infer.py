@@ -19,8 +19,9 @@ from spanloop.pipeline.assembly.human import add_human
 from spanloop.pipeline.assembly.interventions import add_told_interventions
 from spanloop.pipeline.assembly.logged import LoggedEvents, add_logged_events, logged_agents
 from spanloop.pipeline.assembly.messages import add_messages, tree_end
+from spanloop.pipeline.assembly.returns import USER, add_returns
 from spanloop.pipeline.assembly.safety import add_safety, failed
-from spanloop.pipeline.assembly.said import SAID, add_said_events
+from spanloop.pipeline.assembly.said import add_said_events
 from spanloop.pipeline.assembly.tree import Tree
 from spanloop.pipeline.dialects.operation import Operation
 from spanloop.schemas.canonical import digest
@@ -28,7 +29,6 @@ from spanloop.schemas.orchestration import Agent, Decision, OrchestrationEvent
 
 __all__ = ["RANK", "USER", "Inference", "infer_events"]
 
-USER = "user"
 RANK = {
     name: rank
     for rank, name in enumerate(
@@ -143,7 +143,7 @@ def infer_events(tree: Tree, calls: Calls, found: Delegations) -> Inference:
     work = Inference(tree, calls, found)
     _delegations(work)
     _aggregates(work)
-    _returns(work)
+    add_returns(work)
     _tools(work)
     add_safety(work)
     add_messages(work)
@@ -176,15 +176,8 @@ def _delegations(work: Inference) -> None:
             if d.spawns:
                 call = _deciding_call(work, d) if d.delegates else -1
                 work.add("spawn", d.run_began(work.tree), d.rule, d.confidence, _span(work, d.tool, d.target), agent=source,
-                         name=_named_source(work, d), to=d.target, call=call, operation=d.tool,
+                         name=d.source_name(work.tree), to=d.target, call=call, operation=d.tool,
                          decision=work.acts.menu(d.tool, "spawn"))  # fmt: skip
-
-
-def _named_source(work: Inference, d: Delegation) -> str:
-    if d.tool < 0:
-        return ""
-    op = work.tree.ops[d.tool]
-    return (op.handover.source if op.handover else "") or op.agent
 
 
 def _deciding_call(work: Inference, d: Delegation) -> int:
@@ -199,9 +192,9 @@ def _decision(work: Inference, source: int, call: int, taken: list[Delegation]) 
     into = work.found.into.get(source)
     entry = into is None or into.rule == "node_of_engine"
     counted = [d for d in taken if entry or d.mode != "pass_control"]
-    if not counted or (source < 0 and not _named_source(work, counted[0])):
+    if not counted or (source < 0 and not counted[0].source_name(work.tree)):
         return
-    name = _named_source(work, counted[0])
+    name = counted[0].source_name(work.tree)
     if call >= 0:
         work.add("orchestrator_decision", work.calls.end(call), "call_delegates",
                  min(d.confidence for d in counted), work.calls.span_ids(call), agent=source, name=name,
@@ -227,7 +220,7 @@ def _decision(work: Inference, source: int, call: int, taken: list[Delegation]) 
 def _delegate(work: Inference, d: Delegation, call: int) -> None:
     begins = d.run_began(work.tree) if d.spawns else d.begins(work.tree)
     event = work.add("delegate", begins, d.rule, d.confidence, _span(work, d.tool, d.target if d.spawns else -1),
-                     agent=d.source, name=_named_source(work, d), to=d.target, call=call, operation=d.tool,
+                     agent=d.source, name=d.source_name(work.tree), to=d.target, call=call, operation=d.tool,
                      mode=d.mode, decision=work.acts.menu(d.tool, "delegate"))  # fmt: skip
     if wave := work.wave_of.get((d.tool, d.target)):
         work.decided_by[event.id] = wave
@@ -259,39 +252,6 @@ def _aggregates(work: Inference) -> None:
         if work.calls.last(source) < 0:
             work.add("aggregate", max(d.returned(work.tree) for d in results), "results_without_calls", 0.5,
                      sorted(_span(work, *(d.target for d in results))), agent=source)  # fmt: skip
-
-
-def _receiver(work: Inference, d: Delegation) -> tuple[int, str]:
-    """Who gets the result of ``d``: where control was passed on, whoever waits for the source."""
-    steps = 0
-    while d.mode == "pass_control" and steps <= len(work.found.all):
-        into = work.found.into.get(d.source)
-        if into is None:
-            return -1, USER
-        d, steps = into, steps + 1
-    return (-1, _named_source(work, d) or USER) if d.source < 0 else (d.source, "")
-
-
-def _returns(work: Inference) -> None:
-    tree = work.tree
-    passed_on = {
-        d.source
-        for d in work.found.all
-        if d.mode == "pass_control"
-        and d.source >= 0
-        and tree.turns_of(d.source)[-1].start_ns <= d.begins(tree)
-    }
-    for target, d in work.found.into.items():
-        op = tree.ops[target]
-        if op.end_ns <= 0:
-            continue
-        status = "error" if op.status == "error" else "ok"
-        told_start = d.rule == SAID and not d.delegates
-        if target not in passed_on and d.mode != "message" and not told_start:
-            to, to_name = _receiver(work, d)
-            work.add("return", op.end_ns, d.rule, d.confidence, _span(work, target), agent=target, to=to,
-                     to_name=to_name, status=status, operation=d.tool)  # fmt: skip
-        work.add("despawn", op.end_ns, "end_of_run", d.confidence, _span(work, target), agent=target)
 
 
 def _tools(work: Inference) -> None:

@@ -26,7 +26,7 @@ from spanloop.schemas.ids import orchestration_id
 
 __all__ = ["MAX_SPANS", "Component", "Emitted", "Joiner", "Seen", "TraceBuffer", "evidence_of", "match"]
 
-MAX_SPANS = 50_000
+MAX_SPANS = 150_000
 """Spans of one orchestration; further ones are counted (flag ``truncated_spans``) and not kept."""
 _MAX_EVIDENCE = 64
 """Operations remembered for one piece of evidence; a response id or a text that stands in more is no
@@ -97,7 +97,11 @@ class TraceBuffer:
         self.fresh.append(encoded)
         if wins:
             self.spans[span_id] = encoded
-            self._recount()
+            if operation.parent_id == before.parent_id and _is_root(operation) >= _is_root(before):
+                self.unfinished.discard(span_id)
+                self._count(operation)
+            else:
+                self._recount()
         return True
 
     def versions(self) -> list[bytes]:
@@ -117,7 +121,7 @@ class TraceBuffer:
         if operation.parent_id:
             if operation.parent_id not in self.spans:
                 self.missing.add(operation.parent_id)
-        elif operation.end_ns > 0 and (operation.call is None or operation.call.gateway is None):
+        elif _is_root(operation):
             self.rooted = True
         if operation.end_ns <= 0:
             self.unfinished.add(operation.span_id)
@@ -128,6 +132,13 @@ class TraceBuffer:
         self.missing, self.unfinished, self.rooted = set(), set(), False
         for encoded in self.spans.values():
             self._count(decode_operation(encoded))
+
+
+def _is_root(operation: Operation) -> bool:
+    """Whether it is a finished root that is not the gateway's."""
+    if operation.parent_id or operation.end_ns <= 0:
+        return False
+    return operation.call is None or operation.call.gateway is None
 
 
 class Component:
@@ -141,6 +152,8 @@ class Component:
         self.emitted: dict[str, Emitted] = {}
         self.deadline_ns = 0
         self.closed = False
+        self.size = 0
+        """Number of spans; kept by ``Joiner``."""
         self.overflow = 0
         self.meta_key = ""
         """State entry under which this component was last written."""
@@ -154,11 +167,6 @@ class Component:
     def orchestration_id(self) -> str:
         """Id under which the component is published now."""
         return orchestration_id(self.tenant, self.traces)
-
-    @property
-    def size(self) -> int:
-        """Number of spans."""
-        return sum(len(buffer.spans) for buffer in self.traces.values())
 
     @property
     def relevant(self) -> bool:
@@ -267,11 +275,13 @@ class Joiner:
         if buffer is None:
             buffer = component.traces[operation.trace_id] = TraceBuffer()
             component.linked.discard(operation.trace_id)
-        if operation.span_id not in buffer.spans and component.size >= MAX_SPANS:
+        new = operation.span_id not in buffer.spans
+        if new and component.size >= MAX_SPANS:
             component.overflow += 1
             return component
         if not buffer.add(operation, encoded):
             return None
+        component.size += new
         if self._by_evidence:
             for other in self._joined_with(tenant, operation, buffer):
                 component = self._union(tenant, component, other)
@@ -324,6 +334,7 @@ class Joiner:
         one.traces.update(two.traces)
         one.linked |= two.linked
         one.emitted.update(two.emitted)
+        one.size += two.size
         one.overflow += two.overflow
         self.absorbed.append(two)
         return one

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+
 from spanloop.pipeline.assembly.calls import Calls
 from spanloop.pipeline.assembly.delegations import Delegations
 from spanloop.pipeline.assembly.human import pauses
 from spanloop.pipeline.assembly.tree import Tree
+from spanloop.pipeline.dialects.operation import Operation
 
 __all__ = ["dead_calls", "joined_flags"]
 
@@ -40,19 +43,25 @@ def _team_traces(tree: Tree) -> int:
 
 def dead_calls(tree: Tree, calls: Calls, found: Delegations) -> list[int]:
     """Calls that an agent made after it had passed control on, before it got it back: nobody used their answers."""
-    dead = set()
+    first: dict[tuple[int, int], int] = {}
     for d in found.all:
         if d.mode != "pass_control" or d.tool < 0 or d.source < 0:
             continue
         handed = tree.ops[d.tool].end_ns
-        turn = max(
-            (t for t in tree.turns_of(d.source) if t.start_ns <= handed),
-            key=lambda t: t.start_ns,
-            default=None,
+        turns = tree.turns_of(d.source)
+        turn = bisect_right(turns, handed, key=_start) - 1
+        if turn >= 0:
+            turn = bisect_left(turns, turns[turn].start_ns, key=_start)
+            first[(d.source, turn)] = min(handed, first.get((d.source, turn), handed))
+    dead: set[int] = set()
+    for (source, turn), handed in first.items():
+        own = calls.of_agent.get(source, [])
+        until = tree.turns_of(source)[turn].end_ns
+        dead.update(
+            own[bisect_left(own, handed, key=calls.start) : bisect_right(own, until, key=calls.start)]
         )
-        if turn is None:
-            continue
-        for call in calls.of_agent.get(d.source, ()):
-            if handed <= calls.start(call) <= turn.end_ns:
-                dead.add(call)
     return sorted(dead)
+
+
+def _start(operation: Operation) -> int:
+    return operation.start_ns

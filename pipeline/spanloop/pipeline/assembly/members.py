@@ -14,7 +14,7 @@ from collections import defaultdict
 
 import msgspec
 
-from spanloop.pipeline.dialects.operation import Member, Operation
+from spanloop.pipeline.dialects.operation import Operation
 from spanloop.schemas.canonical import digest
 
 __all__ = ["with_runs"]
@@ -101,23 +101,36 @@ def _under(op: Operation, run: _Run, where: dict[_Key, Operation]) -> Operation:
 
 def _places(runs: dict[str, _Run], where: dict[_Key, Operation]) -> None:
     """Put made runs that stand nowhere under what started them: each starting call starts one run, in order."""
-    taken: set[_Key] = set()
+    starters: dict[str, _Starters] = {}
     for run in sorted(runs.values(), key=lambda r: (r.start_ns, r.key)):
         if not run.made or run.under is not None or not run.parent_key:
             continue
         parent = runs.get(run.parent_key)
-        calls = [op for op in parent.members if _starts(op, run) and _key(op) not in taken] if parent else []
-        if calls:
-            run.under = _key(min(calls, key=lambda op: (op.start_ns, op.span_id)))
-            taken.add(run.under)
-        elif parent is not None:
-            run.under = parent.place
+        if parent is None:
+            continue
+        if parent.key not in starters:
+            starters[parent.key] = _Starters(parent)
+        call = starters[parent.key].take(run)
+        run.under = _key(call) if call is not None else parent.place
 
 
-def _starts(op: Operation, run: _Run) -> bool:
-    member: Member | None = op.member
-    starts = member is not None and member.starts and op.kind == "tool_call"
-    return starts and op.start_ns <= run.start_ns and run.end_ns <= op.end_ns
+class _Starters:
+    """The calls of a run that start others, those that are open; asked in order of the others' starts."""
+
+    def __init__(self, parent: _Run) -> None:
+        starts = [m for m in parent.members if m.kind == "tool_call" and m.member and m.member.starts]
+        self._waiting = sorted(starts, key=lambda op: (op.start_ns, op.span_id), reverse=True)
+        self._open: list[Operation] = []
+
+    def take(self, run: _Run) -> Operation | None:
+        """The first call around ``run`` that started nothing so far."""
+        while self._waiting and self._waiting[-1].start_ns <= run.start_ns:
+            self._open.append(self._waiting.pop())
+        self._open = [op for op in self._open if op.end_ns >= run.start_ns]
+        found = next((op for op in self._open if run.end_ns <= op.end_ns), None)
+        if found is not None:
+            self._open.remove(found)
+        return found
 
 
 def _key(op: Operation) -> _Key:

@@ -8,6 +8,9 @@ speaker is no message: a manager is no agent here. Source: DIALECTS 3.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["Message", "add_messages", "find_messages", "first_contacts", "tree_end"]
 
 TOPIC = "sender_and_receiver"
+_LAST = "~"
+"""Behind any span id."""
 _STEPS = 8
 """How far below its engine a part of a node is looked for."""
 _OVER_EDGES = frozenset({"input_repeats_answer", "node_after_node", "run_names_the_one_before"})
@@ -197,24 +202,20 @@ def _by_edge(tree: Tree, found: Delegations) -> list[Message]:
 
 def _by_echo(tree: Tree, found: Delegations) -> list[Message]:
     """Between the nodes of one engine, from the last answer before the turn that repeats it."""
-    messages = []
+    messages: list[Message] = []
     for engine, nodes in found.by_source.items():
         if engine < 0 or (run := tree.ops[engine].run) is None or not run.engine:
             continue
         agents = [d.target for d in nodes if d.spawns]
-        turns = [(turn, agent) for agent in agents for turn in tree.turns_of(agent)]
+        said = _said(tree, agents)
         for receiver in agents:
             for reading in tree.turns_of(receiver):
-                heard = set(reading.run.heard) if reading.run is not None else set()
-                if not heard:
-                    continue
                 last: dict[int, tuple[int, str]] = {}
-                for turn, sender in turns:
-                    said = turn.run.said if turn.run is not None else ()
-                    if sender == receiver or not heard.intersection(said):
-                        continue
-                    if 0 < turn.end_ns <= reading.start_ns:
-                        last[sender] = max(last.get(sender, (0, "")), (turn.end_ns, turn.span_id))
+                for text in reading.run.heard if reading.run is not None else ():
+                    for sender, answers in said.get(text, {}).items():
+                        before = bisect_right(answers, (reading.start_ns, _LAST)) - 1
+                        if sender != receiver and before >= 0:
+                            last[sender] = max(last.get(sender, (0, "")), answers[before])
                 for sender, (ended, span_id) in last.items():
                     evidence = (span_id, reading.span_id)
                     messages.append(
@@ -223,6 +224,19 @@ def _by_echo(tree: Tree, found: Delegations) -> list[Message]:
                         )
                     )
     return messages
+
+
+def _said(tree: Tree, agents: list[int]) -> dict[str, dict[int, list[tuple[int, str]]]]:
+    """(end, span id) of the turns that said each text, by agent, in order."""
+    found: dict[str, dict[int, list[tuple[int, str]]]] = {}
+    for agent in agents:
+        for turn in tree.turns_of(agent):
+            for text in turn.run.said if turn.run is not None and turn.end_ns > 0 else ():
+                found.setdefault(text, {}).setdefault(agent, []).append((turn.end_ns, turn.span_id))
+    for by_agent in found.values():
+        for answers in by_agent.values():
+            answers.sort()
+    return found
 
 
 def first_contacts(tree: Tree, found: Delegations) -> list[Message]:
@@ -267,16 +281,19 @@ def add_messages(work: Inference) -> None:
             continue
         if m.sender in engines or m.receiver in engines:
             continue
-        if m.rule == TOPIC and all(turn.start_ns < m.t_ns for turn in tree.turns_of(m.receiver)):
+        if m.rule == TOPIC and tree.turns_of(m.receiver)[-1].start_ns < m.t_ns:
             continue  # it was told, and never spoke again
         work.add("message", m.t_ns, m.rule, m.confidence, m.evidence, agent=m.sender, to=m.receiver)
         if m.rule != TOPIC:
             heard.setdefault(m.receiver, []).append(m)
+    when: Callable[[Message], int] = attrgetter("heard_ns")
     for receiver, got in heard.items():
+        got.sort(key=when)
         before = 0
         for turn in tree.turns_of(receiver):
             until = max(turn.start_ns, turn.end_ns)
-            _aggregate(work, receiver, turn.start_ns, [m for m in got if before < m.heard_ns <= until])
+            new = got[bisect_right(got, before, key=when) : bisect_right(got, until, key=when)]
+            _aggregate(work, receiver, turn.start_ns, new)
             before = until
 
 

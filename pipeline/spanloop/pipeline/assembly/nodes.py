@@ -234,6 +234,8 @@ class _Routes:
         self.before: list[int] = []
         """Executions of the last superstep with agents."""
         self.run_of: dict[int, int] = {}
+        self.name_of: dict[int, str] = {}
+        """Name of each run, folded."""
         self.source: dict[int, tuple[int, str, float]] = {}
         """Who had each run start."""
         self.seen: dict[int, list[int]] = defaultdict(list)
@@ -255,6 +257,8 @@ class _Routes:
         for i, run, reason in taken:
             self.run_of[i] = run if run >= 0 else i
             self.seen[self.run_of[i]].append(self.number)
+            if run < 0:
+                self.name_of[i] = folded(_node(self.tree, i).name)
             if reason is not None:
                 self.source[i] = reason
             name = _node(self.tree, i).name
@@ -285,11 +289,9 @@ class _Routes:
     def _on_the_way(self, p: int, name: str) -> int:
         """The run called ``name`` among that of execution ``p`` and those that had it start, -1 without one."""
         run = self.run_of[p]
-        while run >= 0:
-            if folded(_node(self.tree, run).name) == name:
-                return run
+        while run >= 0 and self.name_of[run] != name:
             run = self.source[run][0] if run in self.source else -1
-        return -1
+        return run
 
     def settle(self) -> None:
         """Note the reasons, now that it is known where control came back to."""

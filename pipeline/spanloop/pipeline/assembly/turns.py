@@ -7,7 +7,9 @@ to the end of its last one.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -62,7 +64,7 @@ def merge_turns(tree: Tree) -> None:
 
 
 def _handed(tree: Tree) -> dict[str, list[int]]:
-    """Starts of the hand-overs to each name, ns; under the empty name those that do not tell to whom."""
+    """Starts of the hand-overs to each name in order, ns; under the empty name those that do not tell to whom."""
     found: dict[str, list[int]] = defaultdict(list)
     for op in tree.ops:
         if op.handover is not None:
@@ -79,12 +81,18 @@ def _one_after_another(
         last, op = tree.ops[kept[-1]], tree.ops[i]
         if not 0 < last.end_ns <= op.start_ns:
             continue
-        if key[0] == "flow":
-            times = handed.get(folded(op.agent), []) + handed.get("", [])
-            if not any(last.end_ns <= at <= op.start_ns for at in times):
-                continue
+        if key[0] == "flow" and not any(
+            _between(handed.get(name, ()), last.end_ns, op.start_ns) for name in (folded(op.agent), "")
+        ):
+            continue
         kept.append(i)
     return kept
+
+
+def _between(times: Sequence[int], first: int, last: int) -> bool:
+    """Whether one of ``times`` (sorted) is at least ``first`` and at most ``last``."""
+    place = bisect_left(times, first)
+    return place < len(times) and times[place] <= last
 
 
 def _merge(tree: Tree, runs: list[int]) -> None:
