@@ -69,11 +69,8 @@ class Calls:
         """The call of ``agent`` that asked for the tool call ``call_id`` which ran at ``at_ns``; by id,
         else the agent's last call begun before it; -1 without one."""
         asked = self._asked.get((agent, call_id), []) if call_id else []
-        for call in reversed(asked):
-            if self.start(call) <= at_ns:
-                return call
         if asked:
-            return asked[0]
+            return asked[max(bisect_right(asked, at_ns, key=self.start) - 1, 0)]
         return self.before(agent, at_ns)
 
     def before(self, agent: int, at_ns: int) -> int:
@@ -215,6 +212,7 @@ def model_call(calls: Calls, call: int, agent_id: str, tool_status: dict[str, st
         logprobs=gateway.logprobs,
         menus=tuple(tuple(MenuOption(t, p) for t, p in menu) for menu in gateway.menus),
         status="error" if ops[0].status == "error" else "ok",
+        sealed=gateway.sealed,
     )
 
 
