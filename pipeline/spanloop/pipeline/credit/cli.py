@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from spanloop.pipeline.attribution.cli import failure
 from spanloop.pipeline.credit.explain import Explanation, Line, explain_credit
 from spanloop.pipeline.pomdp_cli import pomdp
 from spanloop.schemas.errors import SchemaError
@@ -21,16 +22,18 @@ _LABEL_WIDTH = 44
 
 @click.group()
 def explain() -> None:
-    """Show how a reward became credit, from the team down to the token, and what each agent saw and did.
+    """Show how a reward became credit, from the team down to the token, who is to blame for a failure, and what each agent saw and did.
 
     \b
     spanloop explain credit 132a50                  the beginning of an id is enough
     spanloop explain credit 132a50 --token          down to the tokens
+    spanloop explain failure 132a50                 the agent and the step that are likely to blame
     spanloop explain pomdp 132a50                   who was active when; observations and actions
     """
 
 
 explain.add_command(pomdp)
+explain.add_command(failure)
 
 
 @explain.command()
