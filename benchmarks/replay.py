@@ -326,7 +326,7 @@ def main() -> None:
         "exponent": _exponent(many, "seconds"),
         "exponent_of_cpu": _exponent(many, "cpu_s"),
     }
-    single = next(run for run in runs if run["workers"] == 1)
+    single = next(run for run in runs if run["workers"] == 1 and run["spans"] >= compared)
     for run in embedded.values():
         run["spans_per_s"] = round(single["spans"] / run["seconds"])
         run["cpu_us_per_span"] = round(run["cpu_s"] / single["spans"] * 1e6, 1)

@@ -111,7 +111,7 @@ class Routes:
         self.seen = []
         self.arrived = threading.Event()
 
-    def apply(self, events):
+    def apply(self, events, *, afresh=False):
         self.seen += [event for event in events if isinstance(event, RoutingChanged)]
         if self.seen:
             self.arrived.set()

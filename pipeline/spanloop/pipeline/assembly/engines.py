@@ -1,7 +1,8 @@
 """Agents that decide nothing: a run without a model call or tool of its own, directly above runs that have calls,
 only runs them (ADK's sequential, parallel and loop agents), as an engine runs its nodes.
 
-Where no model calls are recorded at all nothing is concluded: then their absence says nothing.
+Where no model calls are recorded at all nothing is concluded: then their absence says nothing. Nor of a run that its own program
+tells outright.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def mark_engines(tree: Tree) -> None:
         engines[agent] = engines.get(agent, True) and i in calling and not repeats
     for agent, is_engine in engines.items():
         run = ops[agent].run
-        if is_engine and run is not None and not run.engine:
+        if is_engine and run is not None and not run.engine and ops[agent].said is None:
             ops[agent] = msgspec.structs.replace(ops[agent], run=msgspec.structs.replace(run, engine=True))
 
 
