@@ -57,6 +57,7 @@ _call = o.ModelCall(
     logprobs=(-0.25, 0.0),
     menus=((o.MenuOption(4, -0.25), o.MenuOption(6, -1.5)), (o.MenuOption(2, 0.0),)),
     status="error",
+    sealed="00000000000000000000000000000001/0000000000000002/AAAA",
 )
 _content = o.OrchestrationContent(
     orchestration_id=ORCH,
@@ -135,6 +136,7 @@ _sample = e.Sample(
     menu_logprobs=((-0.25, -1.5), (0.0,)),
     menu_values=((10, -20), (0,)),
     weight=0.5,
+    sealed="00000000000000000000000000000001/0000000000000002/AAAA",
 )
 _ours = {"tenant": "acme"}
 _policy = {"tenant": "acme", "policy": "dispatch"}
@@ -283,4 +285,15 @@ EXAMPLES: tuple[e.Event, ...] = (
     ),
     e.PolicyCommand(**_policy, command_id="cmd-1", kind="inject", argument="drill/v9", reason="drill"),
     e.PolicyCommandFinished(**_policy, command_id="cmd-1", status="done", message="injected as 9", version=9),
+    e.SubjectErased(
+        **_policy,
+        erasure_id="e-1",
+        subject="5a" * 16,
+        trace_ids=(TRACE,),
+        orchestration_ids=(ORCH,),
+        keys=1,
+        versions=(4, 5),
+        value_models=("value@v2-0011aabb",),
+        erased_ns=T0,
+    ),
 )

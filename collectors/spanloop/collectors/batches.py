@@ -9,6 +9,7 @@ import msgspec
 from spanloop.collectors.deadletters import dead_letter
 from spanloop.collectors.limits import MAX_SPAN_BYTES, cut_span, fewer_attributes, has_long_keys
 from spanloop.collectors.redaction import Redactor
+from spanloop.collectors.sealing import Sealer
 from spanloop.pipeline.otlp.decoded import DecodedBatch
 from spanloop.pipeline.otlp.log_ids import identified
 from spanloop.pipeline.ports import NewRecord, new_record
@@ -41,6 +42,7 @@ class Intake:
         max_attribute_bytes: longer values are cut.
         keep_content: whether dead letters keep the refused bytes.
         max_attributes: a span keeps at most so many.
+        sealer: keeps what the redactor takes away under keys; None: it is gone.
     """
 
     def __init__(
@@ -50,7 +52,9 @@ class Intake:
         *,
         keep_content: bool,
         max_attributes: int = MAX_ATTRIBUTES,
+        sealer: Sealer | None = None,
     ) -> None:
+        self._sealer = sealer
         self._max_attributes = max_attributes
         self._redactor = redactor
         self._max_attribute_bytes = max_attribute_bytes
@@ -62,8 +66,10 @@ class Intake:
         """Records of ``batch``; the same batch gives the same records, hence the same event ids. ``place``: where it came from,
         for the dead letters."""
         traces: dict[str, list[bytes]] = {}
-        for raw in batch.spans:
-            span = identified(self._redactor.span(raw))
+        spans = [identified(self._redactor.span(raw)) for raw in batch.spans]
+        if self._sealer is not None:
+            spans = self._sealer.batch(batch.spans, spans, tenant)
+        for span in spans:
             traces.setdefault(span.trace_id, []).append(self._encoded(span))
         records = [
             _record(tenant, trace_id, part, source)

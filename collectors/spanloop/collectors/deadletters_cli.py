@@ -224,6 +224,7 @@ def replay(  # noqa: PLR0917 - one argument an option
     from spanloop.collectors.deadletters_replay import OUTCOMES, counted
     from spanloop.collectors.deadletters_replay import replay as send
     from spanloop.collectors.redaction import Redactor, workspace_key
+    from spanloop.collectors.sealing import open_sealer
     from spanloop.pipeline.letters import Filter, find_letters, read_letters
     from spanloop.pipeline.log.open import open_log
 
@@ -238,7 +239,10 @@ def replay(  # noqa: PLR0917 - one argument an option
         letters = find_letters(log, ids) if ids else list(read_letters(log, wanted))
         redactor = Redactor(settings.content, workspace_key(settings))
         intake = Intake(
-            redactor, settings.collector.max_attribute_bytes, keep_content=settings.content.training
+            redactor,
+            settings.collector.max_attribute_bytes,
+            keep_content=settings.content.clear,
+            sealer=open_sealer(settings),
         )
         last = time.monotonic()
 

@@ -28,7 +28,7 @@ from spanloop.collectors.gateway_chains import Chains, Given
 from spanloop.collectors.gateway_follow import Follower
 from spanloop.collectors.gateway_health import health, recording
 from spanloop.collectors.gateway_metrics import GatewayMetrics
-from spanloop.collectors.gateway_record import Redact, call_event
+from spanloop.collectors.gateway_record import Redact, Seal, call_event
 from spanloop.collectors.gateway_recorder import Recorder
 from spanloop.collectors.gateway_routes import PASSED, PREFIXES, extra_route, is_control, path_below_session
 from spanloop.collectors.gateway_shapes import RESPONSES, SHAPES, Shape
@@ -61,6 +61,7 @@ class Gateway:
         log: Read for routing, appended with spans.
         clock: Times of the spans.
         redact: What stays of a span where content is off; None: no messages at all.
+        seal: What becomes of a span where content is kept under keys.
         key: Secret of the hashes that stand for prompts and conversations.
         spools: Where calls wait for the log; the first is ours. None: in memory.
         kept: File of the last known routing.
@@ -73,6 +74,7 @@ class Gateway:
         *,
         clock: Clock | None = None,
         redact: Redact | None = None,
+        seal: Seal | None = None,
         key: bytes = b"",
         spools: Sequence[Spool] = (),
         kept: Path | None = None,
@@ -90,6 +92,7 @@ class Gateway:
                 content=settings.content.training,
                 redact=redact,
                 max_attribute_bytes=settings.collector.max_attribute_bytes,
+                seal=seal,
             ),
             queue_max=settings.gateway.queue_max,
             spools=spools,
@@ -311,6 +314,7 @@ def main() -> None:
     from spanloop.collectors.gateway_log import LateLog
     from spanloop.collectors.gateway_spools import open_spools
     from spanloop.collectors.redaction import Redactor, workspace_key
+    from spanloop.collectors.sealing import open_sealer
     from spanloop.pipeline.log.open import open_log
     from spanloop.pipeline.process import serve
     from spanloop.schemas.settings import load_settings
@@ -329,10 +333,15 @@ def main() -> None:
         spools = open_spools(root, max_bytes=size, fsync_s=settings.gateway.spool_fsync_s)
     except TransientError as exc:
         _log.error("%s. Calls wait in memory only.", exc.message)
+    sealer = open_sealer(settings)
+
+    redact = partial(redactor.span, trusted=True)
+
     gateway = Gateway(
         settings,
         log,
-        redact=lambda span: redactor.span(span, trusted=True),
+        redact=redact,
+        seal=None if sealer is None else lambda span, tenant: sealer.call(span, redact(span), tenant),
         key=key,
         spools=spools,
         kept=root / "routing.json",

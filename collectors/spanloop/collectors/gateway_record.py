@@ -21,13 +21,17 @@ from spanloop.schemas.events import SpansReceived
 from spanloop.schemas.ids import gateway_span_id, gateway_trace_id
 from spanloop.schemas.spans import Span
 
-__all__ = ["CallRecord", "Redact", "call_event"]
+__all__ = ["CallRecord", "Redact", "Seal", "call_event"]
 
 SCOPE = "spanloop.gateway"
 CLIENT = 3
 
 Redact = Callable[[Span], Span]
 """A span to what of it may be written where content is off (``redaction.Redactor.span``)."""
+
+
+Seal = Callable[[Span, str], Span]
+"""A span and its tenant to what of it may be written where content is kept under keys."""
 
 
 class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +92,12 @@ _SAMPLING = {
 
 
 def call_event(
-    record: CallRecord, *, content: bool, redact: Redact | None = None, max_attribute_bytes: int = 64 * 2**10
+    record: CallRecord,
+    *,
+    content: bool,
+    redact: Redact | None = None,
+    max_attribute_bytes: int = 64 * 2**10,
+    seal: Seal | None = None,
 ) -> SpansReceived:
     """The event of one call.
 
@@ -97,6 +106,7 @@ def call_event(
         content: Keep token ids, log-probabilities, menus and messages (the deployment opted in to training).
         redact: Applied to the span when ``content`` is False; None leaves messages out altogether.
         max_attribute_bytes: A longer text is cut and flagged, as the receiver does it.
+        seal: Applied to the span when ``content`` is True: what becomes of it where content is kept under keys.
     """
     shape = SHAPES.get(record.shape, CHAT)
     request = shape.request_view(record.request)
@@ -127,6 +137,8 @@ def call_event(
     )
     if not content and redact is not None:
         span = redact(span)
+    if content and seal is not None:
+        span = seal(span, record.tenant)
     span = cut_span(span, max_attribute_bytes)
     return SpansReceived(tenant=record.tenant, trace_id=trace_id, spans=(span,), source="gateway")
 

@@ -69,6 +69,7 @@ def import_(  # noqa: PLR0917 - one argument an option
     from spanloop.collectors.importers.importing import Importer
     from spanloop.collectors.importers.showing import Progress
     from spanloop.collectors.redaction import Redactor, workspace_key
+    from spanloop.collectors.sealing import open_sealer
     from spanloop.pipeline.formats.opened import found_files
 
     settings = _settings(config, workspace, tenant)
@@ -77,7 +78,12 @@ def import_(  # noqa: PLR0917 - one argument an option
         settings.workspace.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = secrets.token_bytes(32) if dry_run else workspace_key(settings)
     redactor = Redactor(settings.content, key)
-    intake = Intake(redactor, settings.collector.max_attribute_bytes, keep_content=settings.content.training)
+    intake = Intake(
+        redactor,
+        settings.collector.max_attribute_bytes,
+        keep_content=settings.content.clear,
+        sealer=None if dry_run else open_sealer(settings),
+    )
     log = None if dry_run else _open(settings)
     try:
         importer = Importer(
@@ -129,7 +135,7 @@ def _checkpoints(settings: Settings, log: Any, wanted: str, no_scores: bool) -> 
 
     content = settings.content
     rules = json.dumps(
-        [settings.tenant, content.training, sorted(content.allow), settings.collector.max_attribute_bytes,
+        [settings.tenant, content.training, content.subject_keys, sorted(content.allow), settings.collector.max_attribute_bytes,
          settings.collector.max_nesting, wanted, no_scores, settings.bootstrap_servers or str(settings.database.resolve())]
     )  # fmt: skip
     return Checkpoints(settings.workspace / "imports", log, rules)

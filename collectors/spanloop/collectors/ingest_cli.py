@@ -104,6 +104,7 @@ def _run(settings: Settings, topics: tuple[str, ...], *, once: bool, **options: 
     from spanloop.collectors.batches import Intake
     from spanloop.collectors.ingest import DEFAULT_TOPICS, Ingested, Ingestor
     from spanloop.collectors.redaction import Redactor, workspace_key
+    from spanloop.collectors.sealing import open_sealer
     from spanloop.pipeline.log.kafka import KafkaLog
 
     stop = threading.Event()
@@ -113,7 +114,8 @@ def _run(settings: Settings, topics: tuple[str, ...], *, once: bool, **options: 
     intake = Intake(
         Redactor(settings.content, workspace_key(settings)),
         settings.collector.max_attribute_bytes,
-        keep_content=settings.content.training,
+        keep_content=settings.content.clear,
+        sealer=open_sealer(settings),
     )
     shown_at, shown = time.monotonic(), 0
 

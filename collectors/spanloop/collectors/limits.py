@@ -38,9 +38,11 @@ EXEMPT = frozenset(
         "spanloop.response_token_ids",
         "spanloop.response_logprobs",
         "spanloop.menus",
+        "spanloop.sealed",
+        "spanloop.sealed.tokens",
     }
 )
-"""Token arrays of the gateway: half of one is worse than none, and the gateway bounds them itself."""
+"""Token arrays of the gateway and sealed content: half of one is worse than none, and who makes them bounds them."""
 MAX_SPAN_BYTES = 512 * 1024
 """A span whose cut values still sum to more loses the largest of them, so that a record fits any broker."""
 _SMALL = 1024
@@ -235,7 +237,7 @@ def _cut_attributes(attributes: dict[str, Any], max_bytes: int, cut: set[str]) -
     for key, value in attributes.items():
         kind = type(value)
         if kind is str:
-            short = value if 4 * len(value) <= max_bytes else cut_text(value, max_bytes)
+            short = value if 4 * len(value) <= max_bytes or key in EXEMPT else cut_text(value, max_bytes)
         elif (
             (kind is list or kind is dict)
             and key not in EXEMPT

@@ -23,6 +23,7 @@ from spanloop.collectors.evaluations import scores_of
 from spanloop.collectors.limits import BodyTooLargeError, ByteBudget, expand
 from spanloop.collectors.metrics import Metrics
 from spanloop.collectors.redaction import Redactor
+from spanloop.collectors.sealing import open_sealer
 from spanloop.pipeline.otlp.decode_json import decode_json
 from spanloop.pipeline.otlp.decode_logs_json import decode_logs_json
 from spanloop.pipeline.otlp.decode_logs_protobuf import decode_logs_protobuf
@@ -92,8 +93,9 @@ class Reception:
         self._intake = Intake(
             self.redactor,
             self.limits.max_attribute_bytes,
-            keep_content=settings.content.training,
+            keep_content=settings.content.clear,
             max_attributes=self.limits.max_attributes,
+            sealer=open_sealer(settings),
         )
         self._decoder = ThreadPoolExecutor(1, thread_name_prefix="spanloop-decode")
         self._seen: OrderedDict[tuple[str, str], None] = OrderedDict()

@@ -90,7 +90,7 @@ class Redactor:
     """
 
     def __init__(self, content: Content, key: bytes) -> None:
-        self._keep_content = content.training
+        self._keep_content = content.clear
         self._key = key[:64]
         self._exact = frozenset(k for k in content.allow if not k.endswith("*"))
         self._prefixes = tuple(k[:-1] for k in content.allow if k.endswith("*"))

@@ -88,7 +88,7 @@ class KafkaSpanExporter(SpanExporter):
         self._intake = Intake(
             Redactor(content, _hash_key(self._settings)),
             self._settings.collector.max_attribute_bytes,
-            keep_content=content.training,
+            keep_content=content.clear,
         )
         self._spans_max = spans_max
         self._bytes_max = bytes_max
@@ -264,7 +264,7 @@ def _hash_key(settings: Settings) -> bytes:
         from spanloop.collectors.redaction import workspace_key
 
         return workspace_key(settings)
-    if not settings.content.training:
+    if not settings.content.clear:
         _log.warning(
             "content.hmac_key is not set: the hashes of dropped texts are comparable within this process only; set "
             "SPANLOOP_CONTENT__HMAC_KEY to the same long random text in all agents"

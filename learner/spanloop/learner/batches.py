@@ -174,7 +174,7 @@ def to_rollout(
     for row in built.rows:
         ids = (*row.prompt_token_ids, *row.response_token_ids)
         if not row.prompt_token_ids or not row.response_token_ids:
-            return "malformed"
+            return "erased" if row.sealed else "malformed"
         if len(ids) > context:
             return "too_long"
         if any(not 0 <= token < vocabulary_size for token in ids):

@@ -64,12 +64,13 @@ def _place(config_file: Path | None, workspace: Path | None, as_json: bool) -> _
 @contextmanager
 def _open(settings: Settings) -> Iterator[Log]:
     from spanloop.pipeline.log.open import open_log
+    from spanloop.pipeline.sealing.opening import opened_log
 
     if not settings.bootstrap_servers and not settings.database.exists():
         raise SchemaError(
             f"{settings.workspace} is no workspace: it has no {settings.database.name}; name one with --workspace"
         )
-    log = open_log(settings, create=False)
+    log = opened_log(open_log(settings, create=False), settings)
     try:
         yield log
     finally:

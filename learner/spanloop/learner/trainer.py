@@ -307,13 +307,14 @@ def _serve(settings: Settings) -> None:
     from spanloop.learner.serving.vllm import serving_of
     from spanloop.pipeline.clock import SystemClock
     from spanloop.pipeline.log.open import open_log
+    from spanloop.pipeline.sealing.opening import opened_log
 
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     initialise_torch(settings.learner.threads, deterministic=settings.learner.deterministic)
     with workspace_lock(settings.workspace):
-        log = open_log(settings)
+        log = opened_log(open_log(settings), settings)
         try:
             uri = tracking_uri(settings.learner.tracking_uri, settings.workspace)
             learner = Learner(

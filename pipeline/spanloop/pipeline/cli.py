@@ -236,13 +236,14 @@ def _unarchived(settings: Settings, contained: Mapping[str, int]) -> int:
 def _verify_log(settings: Settings) -> Verified:
     from spanloop.pipeline.clock import SystemClock
     from spanloop.pipeline.log.sqlite import SqliteLog
+    from spanloop.pipeline.sealing.opening import open_vault
     from spanloop.pipeline.state.sqlite import SqliteState
     from spanloop.pipeline.verify import verify as replay
 
     log = SqliteLog(settings.database, create=False)
     state = SqliteState(settings.database, create=False)
     try:
-        return replay(log, state, settings.pipeline, SystemClock())
+        return replay(log, state, settings.pipeline, SystemClock(), vault=open_vault(settings))
     finally:
         log.close()
         state.close()

@@ -39,7 +39,7 @@ def exclusion(call: ModelCall) -> str:
     if policy_number(call.policy_version) < 0:
         return "no_policy_version"
     if not call.prompt_token_ids or not count:
-        return "no_token_ids"
+        return "erased" if call.sealed else "no_token_ids"
     if len(call.logprobs) != count:
         return "no_logprobs"
     if not all(math.isfinite(value) and value <= 1e-4 for value in call.logprobs):
@@ -100,7 +100,7 @@ def build_samples(
         baseline=ledger.baseline,
         value_model=value_model,
         holdout=is_holdout(content.orchestration_id, holdout),
-        rows=_weighted(rows),
+        rows=tuple(_closed(row) for row in _weighted(rows)),
         excluded=dict(sorted(excluded.items())),
     )
 
@@ -122,6 +122,16 @@ def _row(call: ModelCall, ledger: Ledger, level: str, credit_of: Mapping[str, in
         menu_ids=tuple(tuple(o.token_id for o in menu) for menu in call.menus) if has_menus else (),
         menu_logprobs=tuple(tuple(o.logprob for o in menu) for menu in call.menus) if has_menus else (),
         menu_values=values.menus if values is not None else (),
+        sealed=call.sealed,
+    )
+
+
+def _closed(row: Sample) -> Sample:
+    """A row as it may be written: where the call came sealed, its token arrays go on sealed."""
+    if not row.sealed:
+        return row
+    return msgspec.structs.replace(
+        row, prompt_token_ids=(), response_token_ids=(), logprobs=(), menu_ids=(), menu_logprobs=()
     )
 
 

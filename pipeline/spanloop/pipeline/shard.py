@@ -56,6 +56,7 @@ from spanloop.schemas.operations import (
 )
 
 if TYPE_CHECKING:
+    from spanloop.pipeline.sealing.vault import Vault
     from spanloop.schemas.settings import Pipeline
 
 __all__ = ["ShardStage"]
@@ -80,16 +81,19 @@ class ShardStage:
         settings: of the pipeline.
         partition: of the topic ``operations`` and of what is derived here.
         partitions: how many there are; part of the state's name, because another number means other owners.
+        vault: of the signal stage.
     """
 
-    def __init__(self, settings: Pipeline, partition: int, partitions: int) -> None:
+    def __init__(
+        self, settings: Pipeline, partition: int, partitions: int, *, vault: Vault | None = None
+    ) -> None:
         self._settings = settings
         self.partition = self.output_partition = partition
         self.name = f"shard-{partition}-of-{partitions}"
         self.topics: tuple[str, ...] = (alone(source_of(topics.OPERATIONS, partition)), topics.MODELS)
         self._retention_ns = round(settings.retention_s * 1e9)
         self._assembly = AssemblyStage(settings, by_evidence=False)
-        self._signal = SignalStage(settings)
+        self._signal = SignalStage(settings, vault=vault)
         self.restore({})
 
     # ------------------------------------------------------------ state

@@ -47,6 +47,7 @@ from spanloop.schemas.events import (
 from spanloop.schemas.orchestration import OrchestrationContent
 
 if TYPE_CHECKING:
+    from spanloop.pipeline.sealing.vault import Vault
     from spanloop.schemas.settings import Pipeline
 
 __all__ = [
@@ -182,13 +183,19 @@ def _samples(content: OrchestrationContent, ledger: Ledger, version: str, settin
 
 
 class SignalStage:
-    """``Stage`` that turns orchestrations and feedback into rewards, credit and samples; see the module."""
+    """``Stage`` that turns orchestrations and feedback into rewards, credit and samples; see the module.
+
+    Args:
+        settings: of the pipeline.
+        vault: opens token arrays while something is derived from them; what is held and written stays sealed.
+    """
 
     name = "signal"
     topics = (topics.ORCHESTRATIONS, topics.FEEDBACK, topics.MODELS)
 
-    def __init__(self, settings: Pipeline) -> None:
+    def __init__(self, settings: Pipeline, *, vault: Vault | None = None) -> None:
         self._settings = settings
+        self._vault = vault
         self._terms = RewardTerms.of(settings)
         self.waiting = False
         """Set: what is touched is derived by ``resume``, not yet."""
@@ -351,6 +358,8 @@ class SignalStage:
             if held is None or held.merged_into or not held.content or _is_behind(held):
                 continue
             content = self._contents.get(key) or self._store.content(key)
+            if self._vault is not None:
+                content = self._vault.open_content(content)
             composite = compose(
                 content, self._store.feedback_on(key), complete=held.complete, terms=self._terms
             )

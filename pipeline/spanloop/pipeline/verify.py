@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -36,6 +36,9 @@ from spanloop.schemas.events import (
     decode,
 )
 from spanloop.schemas.settings import Pipeline
+
+if TYPE_CHECKING:
+    from spanloop.pipeline.sealing.vault import Vault
 
 __all__ = ["Difference", "Verified", "verify"]
 
@@ -74,6 +77,8 @@ class Verified(msgspec.Struct):
     """Revised after what the signal stage has folded: their rewards are not due yet."""
     late: int = 0
     """Have spans that came after the retention and were dead-lettered, so that the log is right to differ."""
+    erased: int = 0
+    """Their token ids cannot be read any more: their credit is as it was recorded, and was not derived again."""
     span_records: int = 0
     unread_records: int = 0
     """Records of spans that the pipeline has not folded yet."""
@@ -127,7 +132,9 @@ class _LastRevisions(MemoryLog):
         return []
 
 
-def verify(log: Log, state: StateStore, pipeline: Pipeline, clock: Clock) -> Verified:
+def verify(
+    log: Log, state: StateStore, pipeline: Pipeline, clock: Clock, *, vault: Vault | None = None
+) -> Verified:
     """Replay the sources of a workspace and compare.
 
     Args:
@@ -135,6 +142,7 @@ def verify(log: Log, state: StateStore, pipeline: Pipeline, clock: Clock) -> Ver
         state: its StateStore, for what the stages have folded.
         pipeline: the settings that the stages run with.
         clock: processing time.
+        vault: opens token arrays, where they are sealed.
     """
     started = time.monotonic()
     found = Verified()
@@ -155,7 +163,7 @@ def verify(log: Log, state: StateStore, pipeline: Pipeline, clock: Clock) -> Ver
     pairs = {key: (recorded[key], replayed[key]) for key in settled if key not in behind}
     merged = [event for event in recorded.values() if event.merged_into]
     feedback = _feedback(log, pairs, merged, signal_offsets)
-    _compare_derived(log, pairs, feedback, pipeline, found)
+    _compare_derived(log, pairs, feedback, pipeline, found, vault=vault)
     different |= {(d.tenant, d.orchestration_id) for d in found.differences}
     found.equal = sum(1 for key in settled if key not in different)
     found.seconds = round(time.monotonic() - started, 3)
@@ -267,6 +275,8 @@ def _compare_derived(
     feedback: Mapping[_Key, list[FeedbackReceived]],
     pipeline: Pipeline,
     found: Verified,
+    *,
+    vault: Vault | None,
 ) -> None:
     """Derive rewards and credit again and compare them with the last ones on the log."""
     from spanloop.pipeline.credit.value_model import ValueModel
@@ -282,6 +292,9 @@ def _compare_derived(
         content = replayed.content
         if content is None:
             continue
+        erased = any(call.sealed for call in content.calls) and (vault is None or vault.is_erased(content))
+        if vault is not None:
+            content = vault.open_content(content)
         credit = credits_.get(key)
         version = credit.value_model if credit is not None else NO_MODEL
         name = (key[0], version)
@@ -299,6 +312,9 @@ def _compare_derived(
         found.rewards += 1
         hashes = rewards_hash(rewards.get(key)), rewards_hash(again.rewards)
         _compare(found, key, "rewards", hashes)
+        if erased:
+            found.erased += 1
+            continue
         if credit is not None or again.credit is not None:
             found.credits += 1
             _compare(found, key, "credit", (credit_hash(credit), credit_hash(again.credit)))

@@ -44,6 +44,7 @@ __all__ = [
     "Sample",
     "SamplesBuilt",
     "SpansReceived",
+    "SubjectErased",
     "ValueModelPublished",
     "decode",
     "encode",
@@ -277,6 +278,8 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     """Counterfactual value of each open option under the value model, micro-units; empty without one."""
     weight: float = 1.0
     """Rows of one rollout sum to 1."""
+    sealed: str = ""
+    """The call's token arrays under the key of their trace (``pipeline.sealing``); they are then empty here."""
 
 
 class SamplesBuilt(Event, frozen=True, omit_defaults=True, tag="samples_built", kw_only=True):
@@ -510,10 +513,34 @@ class PolicyCommandFinished(
         return digest("command_finished", self.tenant, self.policy, self.command_id)
 
 
+class SubjectErased(PolicyEvent, frozen=True, omit_defaults=True, tag="subject_erased", kw_only=True):
+    """The keys of a subject's content were destroyed: nobody can read it again. It stands among the policies' events because it says
+    which versions had learned from that content."""
+
+    erasure_id: str
+    subject: str
+    """Keyed hash of who it was about: the name itself is not kept."""
+    trace_ids: tuple[str, ...] = ()
+    """Traces whose content is gone: structure, hashes, rewards and credit of their orchestrations stay."""
+    orchestration_ids: tuple[str, ...] = ()
+    keys: int = 0
+    """How many keys were destroyed."""
+    versions: tuple[int, ...] = ()
+    """Policy versions that were trained on it or descend from one that was."""
+    value_models: tuple[str, ...] = ()
+    """Value models that may have been."""
+    erased_ns: int = 0
+
+    @property
+    def event_id(self) -> str:
+        return digest("erased", self.tenant, self.erasure_id)
+
+
 EVENTS: tuple[type[Event], ...] = (
     SpansReceived, FeedbackReceived, DeadLettered, OrchestrationRevised, RewardsComputed, CreditAssigned,
     SamplesBuilt, ValueModelPublished, BatchCommitted, CandidateRegistered, GateEvaluated, CanaryStarted,
     CanaryFinished, PolicyPromoted, PolicyRolledBack, RoutingChanged, PolicyCommand, PolicyCommandFinished,
+    SubjectErased,
 )  # fmt: skip
 _BY_TYPE: dict[str, type[Event]] = {str(cls.__struct_config__.tag): cls for cls in EVENTS}
 

@@ -169,6 +169,9 @@ class ModelCall(msgspec.Struct, frozen=True, omit_defaults=True):
     menus: tuple[tuple[MenuOption, ...], ...] = ()
     """For each response token the options that were open (logits mask), sampled one included."""
     status: str = "ok"
+    sealed: str = ""
+    """The token arrays under the key of their trace (``pipeline.sealing``), where the deployment has subject keys; the arrays
+    themselves are then filled in only while rewards and samples are derived."""
 
 
 class TokenUsage(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -106,6 +106,29 @@ class Content(_Section):
     """Key of the hash left where a text was dropped; empty: made at first start and kept in the workspace."""
     allow: tuple[str, ...] = ()
     """Further attribute keys to keep (exact, or a prefix ending in *)."""
+    subject_keys: bool = False
+    """With training: texts and token ids reach the log only under a key for each trace, which `spanloop erase` destroys
+    (docs/privacy.md). Needs the package cryptography."""
+    subjects: tuple[str, ...] = (
+        "user.id", "enduser.id", "enduser.pseudo.id", "langfuse.user.id", "session.id", "gen_ai.conversation.id",
+        "conversation.id",
+    )  # fmt: skip
+    """Attributes of spans, log records and resources that say whom a trace is about."""
+    keys: str = ""
+    """File of the key store; empty: WORKSPACE/keys/subjects.db. Keep its back-ups apart from the log's, and short."""
+
+    @model_validator(mode="after")
+    def _keys_need_content(self) -> Content:
+        if self.subject_keys and not self.training:
+            raise ValueError(
+                "content.subject_keys keeps content under keys, and content.training = false keeps none: set both"
+            )
+        return self
+
+    @property
+    def clear(self) -> bool:
+        """Whether content is written as it came."""
+        return self.training and not self.subject_keys
 
 
 class GatewayUpstream(_Section):

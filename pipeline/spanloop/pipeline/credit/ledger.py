@@ -259,6 +259,7 @@ def _turn_tree(
     parts = [message]
     below = [Account(text, "message", name, "decision", message, call.id)]
     values = found.calls.get(call.id)
+    shown = [] if call.sealed else [str(token) for token in call.response_token_ids]
     for i in range(len(call.response_token_ids)):
         item = UNKNOWN
         if values is not None and values.tokens:
@@ -266,7 +267,7 @@ def _turn_tree(
             item = Anchored(step, 0.0, step, 0.0, message.estimator) if step else NULL
         below.append(
             Account(
-                f"token:{key}/{i}", "token", text, str(call.response_token_ids[i]), item, f"{call.id}/{i}"
+                f"token:{key}/{i}", "token", text, shown[i] if shown else "", item, f"{call.id}/{i}"
             )
         )
     for event in tools:

@@ -22,6 +22,7 @@ from spanloop.pipeline.credit.value_model import ValueModel
 from spanloop.pipeline.credit.value_training import Example, ValueTrainer
 from spanloop.pipeline.ports import LogRecord, StageOutput
 from spanloop.pipeline.samples import is_holdout
+from spanloop.pipeline.sealing.entries import ENTRY, sealed_by
 from spanloop.schemas import topics
 from spanloop.schemas.canonical import content_hash
 from spanloop.schemas.errors import SchemaError
@@ -35,6 +36,7 @@ from spanloop.schemas.events import (
 from spanloop.schemas.operations import LessonReady
 
 if TYPE_CHECKING:
+    from spanloop.pipeline.sealing.vault import Vault
     from spanloop.schemas.settings import Pipeline
 
 __all__ = ["MEMORY", "PENDING_MAX", "ValueModel", "ValueStage", "dead_letter"]
@@ -83,6 +85,8 @@ class _Tenant:
         self.waiting: dict[str, _Waiting] = {}
         self.memory: dict[int, Example] = {}
         self.slots: dict[str, int] = {}
+        self.sealed: dict[str, str] = {}
+        """Trace whose key closes the lessons of an orchestration."""
 
 
 class ValueStage:
@@ -91,11 +95,15 @@ class ValueStage:
     Args:
         settings: of the pipeline.
         lessons: sources of ``LessonReady`` in the partitioned runtime; empty: orchestrations and rewards themselves.
+        vault: opens token arrays; lessons made of them are kept sealed, and forgotten at the next start when erased.
     """
 
     name = "value"
 
-    def __init__(self, settings: Pipeline, *, lessons: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, settings: Pipeline, *, lessons: tuple[str, ...] = (), vault: Vault | None = None
+    ) -> None:
+        self._vault = vault
         self.topics: tuple[str, ...] = lessons or (topics.ORCHESTRATIONS, topics.REWARDS)
         self._settings = settings
         self._encoder = Encoder(settings.value_units, settings.value_words)
@@ -116,9 +124,16 @@ class ValueStage:
             elif kind == "counters":
                 tenant.counters = msgspec.msgpack.decode(entries[key], type=_Counters)
             elif kind == "waiting":
-                tenant.waiting[tail] = msgspec.msgpack.decode(entries[key], type=_Waiting)
+                value = self._opened(name, tail, entries[key])
+                if value is not None:
+                    tenant.waiting[tail] = msgspec.msgpack.decode(value, type=_Waiting)
             elif kind == "memory":
-                item = msgspec.msgpack.decode(entries[key], type=Example)
+                value = self._opened(name, "", entries[key])
+                if value is None:
+                    continue
+                item = msgspec.msgpack.decode(value, type=Example)
+                if entries[key][:1] == ENTRY:
+                    tenant.sealed[item.orchestration_id] = sealed_by(entries[key])
                 tenant.memory[int(tail)] = item
                 tenant.slots[item.orchestration_id] = int(tail)
         for tenant in self._tenants.values():
@@ -153,6 +168,36 @@ class ValueStage:
         """No timers."""
         return None
 
+    def _opened(self, name: str, oid: str, entry: bytes) -> bytes | None:
+        """An entry made of lessons; None: erased."""
+        if entry[:1] != ENTRY:
+            return entry
+        value = self._vault.open_entry(name, entry) if self._vault is not None else None
+        if value is not None and oid:
+            self._tenant(name).sealed[oid] = sealed_by(entry)
+        return value
+
+    def _closed(self, name: str, oid: str, value: Any) -> bytes:
+        """The entry of lessons of an orchestration."""
+        data = _pack(value)
+        trace_id = self._tenants[name].sealed.get(oid)
+        return (
+            data if trace_id is None or self._vault is None else self._vault.seal_entry(name, trace_id, data)
+        )
+
+    def _forget_erased(self, name: str, tenant: _Tenant) -> None:
+        if self._vault is None:
+            return
+        gone = [oid for oid, trace in tenant.sealed.items() if self._vault.keys.find(name, trace) is None]
+        for oid in gone:
+            del tenant.sealed[oid]
+            slot = tenant.slots.pop(oid, None)
+            if slot is not None:
+                del tenant.memory[slot]
+                self._writes[f"memory/{name}/{slot}"] = None
+            if tenant.waiting.pop(oid, None) is not None:
+                self._writes[f"waiting/{name}/{oid}"] = None
+
     def _tenant(self, name: str) -> _Tenant:
         if name not in self._tenants:
             self._tenants[name] = _Tenant(self._settings.value_features, self._encoder)
@@ -167,7 +212,12 @@ class ValueStage:
             if tenant.waiting.pop(oid, None) is not None:
                 self._writes[f"waiting/{name}/{oid}"] = None
             return
-        learned = tuple(lessons(cast_of(event.content), self._encoder))
+        content = event.content
+        closed = next((call.sealed for call in content.calls if call.sealed), "")
+        if closed and self._vault is not None:
+            content = self._vault.open_content(content)
+            tenant.sealed[oid] = closed.partition("/")[0]
+        learned = tuple(lessons(cast_of(content), self._encoder))
         slot = tenant.slots.get(oid)
         if slot is not None:
             self._remember(name, tenant, slot, Example(oid, learned, tenant.memory[slot].reward))
@@ -175,17 +225,18 @@ class ValueStage:
         tenant.waiting.pop(oid, None)
         tenant.counters.sequence += 1
         tenant.waiting[oid] = _Waiting(tenant.counters.sequence, learned)
-        self._writes[f"waiting/{name}/{oid}"] = _pack(tenant.waiting[oid])
+        self._writes[f"waiting/{name}/{oid}"] = self._closed(name, oid, tenant.waiting[oid])
         self._writes[f"counters/{name}"] = _pack(tenant.counters)
         if len(tenant.waiting) > PENDING_MAX:
             oldest = next(iter(tenant.waiting))
             del tenant.waiting[oldest]
+            tenant.sealed.pop(oldest, None)
             self._writes[f"waiting/{name}/{oldest}"] = None
 
     def _remember(self, name: str, tenant: _Tenant, slot: int, item: Example) -> None:
         tenant.memory[slot] = item
         tenant.slots[item.orchestration_id] = slot
-        self._writes[f"memory/{name}/{slot}"] = _pack(item)
+        self._writes[f"memory/{name}/{slot}"] = self._closed(name, item.orchestration_id, item)
 
     def _on_rewards(self, event: RewardsComputed) -> list[ValueModelPublished]:
         name, oid = event.tenant, event.orchestration_id
@@ -214,6 +265,7 @@ class ValueStage:
         evicted = tenant.memory.get(slot)
         if evicted is not None:
             del tenant.slots[evicted.orchestration_id]
+            tenant.sealed.pop(evicted.orchestration_id, None)
         self._remember(name, tenant, slot, Example(oid, waiting.lessons, event.team))
         counters.new += 1
         counters.total += 1
@@ -225,6 +277,7 @@ class ValueStage:
 
     def _publish(self, name: str, tenant: _Tenant) -> list[ValueModelPublished]:
         tenant.counters.new = 0
+        self._forget_erased(name, tenant)
         tenant.trainer.update([item for _, item in sorted(tenant.memory.items())])
         self._writes[f"trainer/{name}"] = _pack(tenant.trainer.to_dict())
         model = tenant.trainer.model

@@ -6,7 +6,8 @@ The same call usually has a span of the agent's framework as well; assembly join
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -15,10 +16,14 @@ from spanloop.pipeline.dialects.fields import text
 from spanloop.pipeline.dialects.operation import GatewayFacts, Operation
 from spanloop.schemas.spans import Span
 
-__all__ = ["NAME", "SCOPE", "matches", "read"]
+__all__ = ["NAME", "SCOPE", "SEALED_TOKENS", "UNFIT", "TokenArrays", "matches", "read", "token_arrays"]
 
 NAME = "gateway"
 SCOPE = "spanloop.gateway"
+SEALED_TOKENS = "spanloop.sealed.tokens"
+"""Attribute: the token arrays, sealed."""
+UNFIT = "spanloop.sealed.unfit"
+"""Attribute: of the sealed arrays some did not fit together and were left out."""
 
 _SAMPLING = ("frequency_penalty", "max_tokens", "presence_penalty", "seed", "temperature", "top_k", "top_p")
 _OWN_SAMPLING = ("min_p", "min_tokens", "repetition_penalty")
@@ -35,15 +40,8 @@ def read(span: Span) -> Operation:
     if operation.kind != "model_call" or operation.call is None:
         return operation
     attributes = span.attributes
-    prompt = _ints(attributes.get("spanloop.prompt_token_ids"))
-    response = _ints(attributes.get("spanloop.response_token_ids"))
-    logprobs = _floats(attributes.get("spanloop.response_logprobs"))
-    menus = _menus(attributes.get("spanloop.menus"))
-    flags = operation.flags
-    if len(logprobs) != len(response):
-        flags, prompt, response, logprobs, menus = (*flags, "token_arrays_differ"), (), (), (), ()
-    elif menus and len(menus) != len(response):
-        flags, menus = (*flags, "token_arrays_differ"), ()
+    prompt, response, logprobs, menus, fit = token_arrays(attributes)
+    flags = operation.flags if fit else (*operation.flags, "token_arrays_differ")
     sampling = {
         name: value
         for prefix, names in (("gen_ai.request.", _SAMPLING), ("spanloop.request.", _OWN_SAMPLING))
@@ -61,6 +59,7 @@ def read(span: Span) -> Operation:
         logprobs=logprobs,
         menus=menus,
         asked_model=text(attributes.get("gen_ai.request.model")),
+        sealed=text(attributes.get(SEALED_TOKENS)),
     )
     if attributes.get("spanloop.backend_gave_none") is True:
         flags = (*flags, "backend_gave_none")
@@ -69,6 +68,30 @@ def read(span: Span) -> Operation:
         call = msgspec.structs.replace(call, response_id="")
         flags = (*flags, "repeated_response_id")
     return msgspec.structs.replace(operation, flags=flags, call=call)
+
+
+class TokenArrays(NamedTuple):
+    """Token arrays that fit together."""
+
+    prompt: tuple[int, ...]
+    response: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    menus: tuple[tuple[tuple[int, float], ...], ...]
+    fit: bool
+    """False: some did not, and were left out."""
+
+
+def token_arrays(attributes: Mapping[str, Any]) -> TokenArrays:
+    """The gateway's token arrays. Those that do not fit together are left out; one that says so was sealed without them."""
+    prompt = _ints(attributes.get("spanloop.prompt_token_ids"))
+    response = _ints(attributes.get("spanloop.response_token_ids"))
+    logprobs = _floats(attributes.get("spanloop.response_logprobs"))
+    menus = _menus(attributes.get("spanloop.menus"))
+    if len(logprobs) != len(response):
+        return TokenArrays((), (), (), (), False)
+    if menus and len(menus) != len(response):
+        return TokenArrays(prompt, response, logprobs, (), False)
+    return TokenArrays(prompt, response, logprobs, menus, attributes.get(UNFIT) is not True)
 
 
 def _ints(value: Any) -> tuple[int, ...]:

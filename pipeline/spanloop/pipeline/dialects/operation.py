@@ -62,6 +62,8 @@ class GatewayFacts(msgspec.Struct, frozen=True, array_like=True):
     menus: tuple[tuple[tuple[int, float], ...], ...] = ()
     asked_model: str = ""
     """What the client put in ``model``: the policy's alias, where a version answered."""
+    sealed: str = ""
+    """The token arrays under the key of their trace; they are then empty."""
 
 
 class CallFacts(msgspec.Struct, frozen=True, array_like=True):

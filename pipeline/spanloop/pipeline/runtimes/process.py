@@ -23,6 +23,8 @@ from spanloop.pipeline.log.sqlite import SqliteLog
 from spanloop.pipeline.ports import Stage
 from spanloop.pipeline.runtimes.collecting import collect_rarely
 from spanloop.pipeline.runtimes.embedded import EmbeddedRuntime
+from spanloop.pipeline.sealing.opening import open_vault
+from spanloop.pipeline.sealing.vault import Vault
 from spanloop.pipeline.state.sqlite import SqliteState
 from spanloop.schemas.errors import SpanloopError
 from spanloop.schemas.settings import Pipeline, load_settings
@@ -32,13 +34,13 @@ __all__ = ["build_stages", "main"]
 STATUS_EVERY_S = 1.0
 
 
-def build_stages(pipeline: Pipeline) -> list[Stage]:
+def build_stages(pipeline: Pipeline, vault: Vault | None = None) -> list[Stage]:
     """The stages of a deployment, in the order of the flow."""
     from spanloop.pipeline.assembly.stage import AssemblyStage
     from spanloop.pipeline.credit.value import ValueStage
     from spanloop.pipeline.signal import SignalStage
 
-    return [AssemblyStage(pipeline), SignalStage(pipeline), ValueStage(pipeline)]
+    return [AssemblyStage(pipeline), SignalStage(pipeline, vault=vault), ValueStage(pipeline, vault=vault)]
 
 
 def _write_status(path: Path, runtime: EmbeddedRuntime, clock: SystemClock) -> None:
@@ -62,7 +64,11 @@ def run(config: Path | None) -> None:
     clock = SystemClock()
     log, state = SqliteLog(settings.database, clock), SqliteState(settings.database, clock)
     runtime = EmbeddedRuntime(
-        build_stages(settings.pipeline), log, state, clock, batch_max=settings.pipeline.batch_max
+        build_stages(settings.pipeline, open_vault(settings)),
+        log,
+        state,
+        clock,
+        batch_max=settings.pipeline.batch_max,
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: runtime.stop())

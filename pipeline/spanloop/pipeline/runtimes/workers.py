@@ -26,6 +26,7 @@ from spanloop.pipeline.normalise import NormaliseStage
 from spanloop.pipeline.ports import Clock, LogRecord, Stage, alone, source_of, topic_of
 from spanloop.pipeline.runtimes.counting import PartitionMetrics
 from spanloop.pipeline.runtimes.partition import Partition
+from spanloop.pipeline.sealing.opening import open_vault
 from spanloop.pipeline.shard import ShardStage
 from spanloop.pipeline.state.snapshots import Snapshots
 from spanloop.schemas import topics
@@ -64,6 +65,7 @@ class Workers:
 
     def __init__(self, settings: Settings, log: KafkaLog, clock: Clock) -> None:
         self._settings = settings
+        self._vault = open_vault(settings)
         self._log = log
         self._clock = clock
         url = settings.process.snapshots or str(settings.workspace / "snapshots")
@@ -165,10 +167,10 @@ class Workers:
         pipeline = self._settings.pipeline
         name, inputs = "", (source,)
         if topic == topics.OPERATIONS:
-            stage = ShardStage(pipeline, number, self._count)
+            stage = ShardStage(pipeline, number, self._count, vault=self._vault)
             inputs = (source, topics.MODELS)
         elif topic == topics.LESSONS:
-            stage = ValueStage(pipeline, lessons=(alone(source),))
+            stage = ValueStage(pipeline, lessons=(alone(source),), vault=self._vault)
             name = f"value-{number}-of-{self._count}"
         else:
             stage = NormaliseStage(self._count)
@@ -177,7 +179,7 @@ class Workers:
             inputs, stage, self._log, self._snapshots.open(name or stage.name), self._clock,
             batch_max=self._settings.process.batch_max,
             stopping=lambda: self._stop.is_set() or source in self._leaving,
-            keep_content=self._settings.content.training,
+            keep_content=self._settings.content.clear,
         )  # fmt: skip
 
     # ------------------------------------------------------------ work
