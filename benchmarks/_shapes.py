@@ -52,10 +52,10 @@ class Made:
             )
         )  # fmt: skip
 
-    def run(self, own: str, parent: str, name: str, start: int, *, trace: int = 0, **more: Any) -> None:
+    def run(self, own: str, parent: str, name: str, start: int, more: dict[str, Any] | None = None) -> None:
         """An agent's run."""
-        attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": name, **more}
-        self.add(own, parent, f"invoke_agent {name}", start, attributes, trace=trace)
+        attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": name, **(more or {})}
+        self.add(own, parent, f"invoke_agent {name}", start, attributes)
 
     def chat(self, parent: str, *calls: tuple[str, str], trace: int = 0) -> None:
         """A model call that asks for ``calls``, each (id, tool)."""
@@ -150,7 +150,7 @@ def team(number: int, size: int) -> list[Span]:
         run, begin = made.id(), made.step()
         made.work(run, 2)
         instance = f"{name}_t{number}/team{number}"
-        made.run(run, "", name, begin, **{"gen_ai.agent.id": instance})
+        made.run(run, "", name, begin, {"gen_ai.agent.id": instance})
         for receiver in (n + 1, n + 2):
             address = f"agent_{receiver % agents}_t{number}.(team{number})-A"
             made.add(made.id(), "", "autogen process", made.step(), {
@@ -240,7 +240,7 @@ def nodes(number: int, size: int) -> list[Span]:
         run, start = made.id(), made.step()
         heard, said = said, f"answer {n} of orchestration {number}"
         made.work(run, 2)
-        made.run(run, root, f"agent_{n % (300 if size > 1800 else 4)}", start, **{
+        made.run(run, root, f"agent_{n % (300 if size > 1800 else 4)}", start, {
             "gen_ai.input.messages": json.dumps([{"role": "user", "parts": [{"type": "text", "content": f"From x:\n{heard}"}]}]),
             "gen_ai.output.messages": json.dumps([{"role": "assistant", "parts": [{"type": "text", "content": said}]}]),
         })  # fmt: skip
@@ -271,7 +271,7 @@ def tasks(number: int, size: int) -> list[Span]:
         run, start = made.id(), made.step()
         made.work(run, 2)
         task = json.dumps([{"role": "user", "parts": [{"type": "text", "content": f"ask c{n}"}]}])
-        made.run(run, "", f"agent-{n % 5}", start, **{"gen_ai.input.messages": task})
+        made.run(run, "", f"agent-{n % 5}", start, {"gen_ai.input.messages": task})
         made.tool(root, f"c{n}", "ask", own=tool, start=around)
     made.run(root, "", "orchestrator", begin)
     return made.spans

@@ -18,6 +18,8 @@ from spanloop.schemas.orchestration import MenuOption, ModelCall, TokenUsage, To
 
 __all__ = ["Calls", "collect_calls", "token_usage"]
 
+_NO_GATEWAY = GatewayFacts()
+
 
 class Calls:
     """Model calls with their places in the tree."""
@@ -59,7 +61,10 @@ class Calls:
 
     def span_ids(self, call: int) -> tuple[str, ...]:
         """Span ids of a call, sorted."""
-        return tuple(sorted({self.tree.ops[i].span_id for i in self.groups[call]}))
+        group = self.groups[call]
+        if len(group) == 1:
+            return (self.tree.ops[group[0]].span_id,)
+        return tuple(sorted({self.tree.ops[i].span_id for i in group}))
 
     def answered(self, call: int) -> set[str]:
         """Tool call ids whose results stood in the call's input."""
@@ -135,7 +140,8 @@ def collect_calls(tree: Tree) -> Calls:
         members[into] += members.pop(head)
     calls = Calls(tree)
     groups = [
-        sorted(group, key=lambda i: (_is_gateway(ops[i]), tree.agent[i] < 0)) for group in members.values()
+        sorted(group, key=lambda i: (_is_gateway(ops[i]), tree.agent[i] < 0)) if len(group) > 1 else group
+        for group in members.values()
     ]
     groups.sort(key=lambda group: group[0])
     for group in groups:
@@ -187,9 +193,9 @@ def _is_gateway(op: Operation) -> bool:
 def model_call(calls: Calls, call: int, agent_id: str, tool_status: dict[str, str]) -> ModelCall:
     """The ModelCall of a group; ``tool_status`` says what became of the tool calls it asked for."""
     ops = [calls.tree.ops[i] for i in calls.groups[call]]
-    by_trust = sorted(ops, key=lambda op: not _is_gateway(op))
+    by_trust = ops if len(ops) == 1 else sorted(ops, key=lambda op: not _is_gateway(op))
     facts = [op.call for op in by_trust if op.call is not None]
-    gateway = next((f.gateway for f in facts if f.gateway is not None), None) or GatewayFacts()
+    gateway = next((f.gateway for f in facts if f.gateway is not None), None) or _NO_GATEWAY
     asked = next((f.asked for op in ops if (f := op.call) and f.asked), ())
     return ModelCall(
         id=calls.id(call),
@@ -212,7 +218,6 @@ def model_call(calls: Calls, call: int, agent_id: str, tool_status: dict[str, st
         logprobs=gateway.logprobs,
         menus=tuple(tuple(MenuOption(t, p) for t, p in menu) for menu in gateway.menus),
         status="error" if ops[0].status == "error" else "ok",
-        sealed=gateway.sealed,
     )
 
 

@@ -213,10 +213,12 @@ def evidence_of(operation: Operation) -> Iterator[tuple[str, Seen]]:
     if call is not None and call.response_id:
         side = 0 if call.gateway is not None else 1
         yield f"r/{call.response_id}", Seen(operation.trace_id, None, side)
-    for key, bare, end in text_ends(operation):
-        yield key, Seen(operation.trace_id, bare, end)
-    for key, end in pause_ends(operation):
-        yield key, Seen(operation.trace_id, None, end)
+    if call is not None:
+        for key, bare, end in text_ends(operation):
+            yield key, Seen(operation.trace_id, bare, end)
+    if operation.run is not None:
+        for key, end in pause_ends(operation):
+            yield key, Seen(operation.trace_id, None, end)
     if operation.message is not None and not operation.links:
         for key in team_keys(operation):
             yield key, Seen(operation.trace_id, None, ANY)

@@ -180,13 +180,7 @@ def _by_parties(tree: Tree, found: Delegations) -> list[Message]:
 def _by_edge(tree: Tree, found: Delegations) -> list[Message]:
     """Between nodes that follow each other, and between runs of which the later names the earlier one."""
     pairs = [(before, after, "node_after_node", 0.6) for before, after in tree.follows]
-    runs: dict[tuple[str, int, str], list[int]] = {}
-    for i in tree.agent_ops():
-        op = tree.ops[i]
-        if op.message is not None and op.message.sender and not op.message.receiver:
-            before = runs.get((op.trace_id, tree.parent[i], folded(op.message.sender)), [])
-            pairs += [(before[-1], i, "run_names_the_one_before", 0.9)] if before else []
-        runs.setdefault((op.trace_id, tree.parent[i], folded(tree.name(i))), []).append(i)
+    pairs += [(before, after, "run_names_the_one_before", 0.9) for before, after in _named_before(tree)]
     messages = []
     for before, after, rule, confidence in pairs:
         one, two = tree.ops[before], tree.ops[after]
@@ -198,6 +192,21 @@ def _by_edge(tree: Tree, found: Delegations) -> list[Message]:
             Message(sender, receiver, sent, two.start_ns, (one.span_id, two.span_id), rule, confidence)
         )
     return messages
+
+
+def _named_before(tree: Tree) -> list[tuple[int, int]]:
+    """(the last run of that name beside, a run that names the one before it)."""
+    found = []
+    runs: dict[tuple[str, int, str], int] = {}
+    if not any(tree.ops[i].message is not None for i in tree.agent_ops()):
+        return found
+    for i in tree.agent_ops():
+        op = tree.ops[i]
+        if op.message is not None and op.message.sender and not op.message.receiver:
+            before = runs.get((op.trace_id, tree.parent[i], folded(op.message.sender)), -1)
+            found += [(before, i)] if before >= 0 else []
+        runs[(op.trace_id, tree.parent[i], folded(tree.name(i)))] = i
+    return found
 
 
 def _by_echo(tree: Tree, found: Delegations) -> list[Message]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 __all__ = ["folded"]
 
 
+@lru_cache(8192)
 def folded(name: str) -> str:
     """A name as compared: lower case, everything else than letters and digits one underscore.
 

@@ -51,6 +51,8 @@ class Tree:
         """(before, after): runs of nodes that follow each other by an edge, nobody deciding."""
         self.owner: dict[int, int] = {}
         """Nodes that are no agents, and the run whose step they are."""
+        self.runs: list[int] = []
+        """Agent runs in order of start, those without a span of their own among them."""
 
     def turns_of(self, i: int) -> list[Operation]:
         """The turns of an agent run in order; most agents have one."""
@@ -58,7 +60,7 @@ class Tree:
 
     def agent_ops(self) -> list[int]:
         """Agent runs in order of start, those without a span of their own among them."""
-        return [i for i, op in enumerate(self.ops) if op.kind == "agent_run" or i in self.virtual]
+        return self.runs
 
     def name(self, i: int) -> str:
         """Name of agent run ``i``."""
@@ -87,6 +89,7 @@ def build_tree(operations: Iterable[Operation]) -> Tree:
     mark_engines(tree)
     merge_turns(tree)
     _find_virtual(tree)
+    tree.runs = [i for i, op in enumerate(ops) if op.kind == "agent_run" or i in tree.virtual]
     _place(tree)
     _by_run_id(tree)
     _same_runs(tree)

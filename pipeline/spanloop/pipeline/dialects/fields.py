@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -25,6 +25,7 @@ __all__ = [
     "first",
     "first_user_hash",
     "fresh_answers",
+    "heard",
     "integer",
     "messages",
     "says_error",
@@ -38,6 +39,7 @@ _RESULT_PARTS = frozenset({"tool_call_response", "tool-return", "tool_result"})
 _ARGUMENT_TEXTS = 16
 """Texts of one tool call's arguments that are hashed; more are no evidence of a delegation."""
 _LINKS = 128
+_NO_ID = frozenset({""})
 _FAILED = frozenset({"error", "failed", "failure"})
 
 
@@ -154,6 +156,55 @@ def answered_calls(conversation: Any) -> tuple[str, ...]:
             found.add(text(part["tool_call_id"]))
     found.discard("")
     return tuple(sorted(found))
+
+
+class Heard(NamedTuple):
+    """What the input of a model call tells."""
+
+    answered: tuple[str, ...]
+    """``answered_calls``."""
+    fresh: tuple[str, ...]
+    """``fresh_answers``."""
+    task_hash: str
+    """``first_user_hash``."""
+
+
+_UNHEARD = Heard((), (), "")
+
+
+def heard(conversation: Any) -> Heard:
+    """``answered_calls``, ``fresh_answers`` and ``first_user_hash`` of a model call's input, read once: it is the longest text there is."""
+    if not isinstance(conversation, list):
+        return Heard(answered_calls(conversation), (), first_user_hash(conversation))
+    if not conversation:
+        return _UNHEARD
+    found: set[str] = set()
+    new: set[str] = set()
+    task: str | None = None
+    for message in conversation:
+        if not isinstance(message, dict):
+            continue
+        role = message.get("role")
+        from_model = role in ("assistant", "model")
+        if from_model:
+            new.clear()
+        parts = message.get("parts")
+        for part in parts if isinstance(parts, list) else (message,):
+            if not isinstance(part, dict):
+                continue
+            kind = part.get("type", "text")
+            if type(kind) is str and kind in _RESULT_PARTS:
+                call_id = text(part.get("id")) or text(part.get("tool_call_id"))
+            elif role == "tool" and "tool_call_id" in part:
+                call_id = text(part["tool_call_id"])
+            else:
+                if task is None and role == "user" and kind == "text":
+                    task = text_hash(part.get("content"))
+                continue
+            found.add(call_id)
+            if not from_model:
+                new.add(call_id)
+    return Heard(tuple(sorted(found - _NO_ID)), tuple(sorted(new - _NO_ID)), task or "")
 
 
 def fresh_answers(conversation: Any) -> tuple[str, ...]:

@@ -14,13 +14,12 @@ import msgspec
 
 from spanloop.pipeline.dialects.fields import (
     answer_hash,
-    answered_calls,
     argument_hashes,
     asked_calls,
     base_fields,
     first,
     first_user_hash,
-    fresh_answers,
+    heard,
     integer,
     messages,
     says_error,
@@ -175,9 +174,11 @@ def usage(attributes: dict[str, Any], *prefixes: str) -> tuple[int | None, int |
     tokens_in = tokens_out = None
     for prefix in prefixes:
         if tokens_in is None:
-            tokens_in = integer(first(attributes, prefix + ".input_tokens", prefix + ".prompt_tokens"))
+            tokens_in = integer(first(attributes, f"{prefix}.input_tokens", f"{prefix}.prompt_tokens"))
         if tokens_out is None:
-            tokens_out = integer(first(attributes, prefix + ".output_tokens", prefix + ".completion_tokens"))
+            tokens_out = integer(first(attributes, f"{prefix}.output_tokens", f"{prefix}.completion_tokens"))
+        if tokens_in is not None and tokens_out is not None:
+            break
     return (None, None) if not tokens_in and not tokens_out else (tokens_in, tokens_out)
 
 
@@ -192,6 +193,7 @@ def call_facts(attributes: dict[str, Any]) -> tuple[CallFacts, bool]:
         asked = _old_calls(attributes)
     history, history_ok = messages(attributes.get("gen_ai.input.messages"))
     tokens_in, tokens_out = usage(attributes, "gen_ai.usage", "llm.usage")
+    told = heard(history)
     facts = CallFacts(
         model=text(first(attributes, "gen_ai.response.model", "gen_ai.request.model")),
         response_id=text(attributes.get("gen_ai.response.id")),
@@ -199,9 +201,9 @@ def call_facts(attributes: dict[str, Any]) -> tuple[CallFacts, bool]:
         output_tokens=tokens_out,
         finish_reasons=texts(attributes.get("gen_ai.response.finish_reasons")),
         asked=asked,
-        answered=answered_calls(history),
-        task_hash=first_user_hash(history),
-        fresh=fresh_answers(history),
+        answered=told.answered,
+        task_hash=told.task_hash,
+        fresh=told.fresh,
         answer_hash=answer_hash(output, asked) or text_hash(attributes.get("gen_ai.completion.0.content")),
     )
     return facts, not (output_ok and history_ok)
