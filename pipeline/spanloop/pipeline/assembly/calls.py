@@ -218,6 +218,7 @@ def model_call(calls: Calls, call: int, agent_id: str, tool_status: dict[str, st
         logprobs=gateway.logprobs,
         menus=tuple(tuple(MenuOption(t, p) for t, p in menu) for menu in gateway.menus),
         status="error" if ops[0].status == "error" else "ok",
+        sealed=gateway.sealed,
     )
 
 
