@@ -68,6 +68,30 @@ def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     assert acknowledged <= _stored(tmp_path)
 
 
+REFUSED = (
+    b"POST /v1/traces HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer PRIVATE\x01\r\n\r\n",
+    b"POST /v1/traces HTTP/1.1\r\nHost: x\r\nX-Key: PRIVATE" + b"a" * 9_000 + b"\r\n\r\n",
+    b"POST /v1/traces HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nPRIVATE TEXT\r\n",
+    b'{"text": "PRIVATE"}\r\n\r\n',
+)
+"""What is no HTTP, with something that the process's own log must not hold."""
+
+
+def test_bytes_of_a_request_that_is_no_http_are_not_logged(tmp_path: Path) -> None:
+    with process(tmp_path) as (collector, url):
+        port = int(url.rpartition(":")[2])
+        for sent in REFUSED:
+            with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+                connection.sendall(sent)
+                assert b" 400 " in connection.recv(4096).partition(b"\r\n")[0]
+        assert _post(url, as_json([span(1)]), "application/json") == 200
+        collector.send_signal(signal.SIGTERM)
+        _, log = collector.communicate(timeout=20)
+    assert "PRIVATE" not in log
+    assert "Traceback" not in log
+    assert "no HTTP" in log
+
+
 def test_taken_port_is_named(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -34,6 +34,7 @@ from spanloop.pipeline.clock import SystemClock
 from spanloop.pipeline.log.open import open_log
 from spanloop.pipeline.otlp.decode_json import parse_json
 from spanloop.pipeline.ports import Clock, Log, new_record
+from spanloop.pipeline.process import hide_refused_bytes
 from spanloop.schemas.errors import ConfigError, SpanloopError
 from spanloop.schemas.settings import Settings, load_settings
 
@@ -255,6 +256,7 @@ def main(config: Path | None) -> None:
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    hide_refused_bytes()
     try:
         asyncio.run(_run(load_settings(config)))
     except SpanloopError as exc:

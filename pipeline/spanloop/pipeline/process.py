@@ -16,7 +16,7 @@ from typing import Any
 
 from spanloop.schemas.errors import SpanloopError, TransientError
 
-__all__ = ["serve", "serve_async"]
+__all__ = ["hide_refused_bytes", "serve", "serve_async"]
 
 _log = logging.getLogger(__name__)
 
@@ -24,6 +24,25 @@ SHUTDOWN_S = 5.0
 """Requests in flight get this long to finish."""
 SWITCH_S = 0.0005
 """A background thread holds the interpreter from the event loop for at most this long (Python's default: 5 ms)."""
+
+
+def hide_refused_bytes() -> None:
+    """Let aiohttp report a request that is no HTTP in one line and without its bytes, which may be a key or a person's text."""
+    logging.getLogger("aiohttp.server").addFilter(_without_bytes)
+
+
+def _without_bytes(record: logging.LogRecord) -> bool:
+    from aiohttp.http_exceptions import HttpProcessingError
+
+    problem = record.exc_info[1] if record.exc_info else None
+    if isinstance(problem, HttpProcessingError):
+        record.msg, record.args = (
+            f"{record.msg}: no HTTP (%s)",
+            (*(record.args or ()), type(problem).__name__),
+        )
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        record.exc_info = record.exc_text = None
+    return True
 
 
 def serve(name: str, app: Any, host: str, port: int, *, cancel: bool = False) -> None:
@@ -35,6 +54,7 @@ def serve(name: str, app: Any, host: str, port: int, *, cancel: bool = False) ->
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(message)s"
     )
+    hide_refused_bytes()
     try:
         asyncio.run(serve_async(name, app, host, port, cancel=cancel))
     except SpanloopError as exc:
