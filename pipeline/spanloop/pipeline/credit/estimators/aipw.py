@@ -81,7 +81,7 @@ class Effect(msgspec.Struct, frozen=True):
     samples: int
     least_propensity: float
     reason: str = ""
-    """Of a refusal."""
+    """Of a refusal or of a wider interval."""
 
 
 def doubly_robust(
@@ -188,9 +188,13 @@ def _estimate(
         log.clusters,
     )
     half = mean.half_width(level)
+    low, high, reason = mean.value - half, mean.value + half, ""
+    if log.propensities is None and not len(log.contexts) and bounds is not None:
+        low, high = min(low, bounds[0]), max(high, bounds[1])
+        reason = "neither propensities nor contexts: the interval is what holds without any assumption"
     return Effect(
         "ok" if log.propensities is not None else "estimated_propensities",
-        mean.value, mean.error, mean.value - half, mean.value + half, level, naive, bounds, n, least,
+        mean.value, mean.error, low, high, level, naive, bounds, n, least, reason,
     )  # fmt: skip
 
 

@@ -39,7 +39,8 @@ MOST_EXACT = 12
 
 
 class Game(Protocol):
-    """Values of coalitions. May be noisy (a replay each time): sampled estimators stay unbiased and their errors honest."""
+    """Values of coalitions. It may be noisy (a replay each time) where an estimator takes ``noisy``: then its result stays
+    unbiased and its errors honest."""
 
     def __call__(self, masks: Masks, /) -> Floats:
         """Values, shape (m,), of the coalitions in ``masks``, bool, shape (m, n)."""

@@ -50,15 +50,21 @@ def quotient(table: Floats, unions: Sequence[Sequence[int]]) -> Floats:
 
 
 def sample_owen(
-    game: Game, unions: Sequence[Sequence[int]], *, evaluations: int = EVALUATIONS, seed: int = 0
+    game: Game,
+    unions: Sequence[Sequence[int]],
+    *,
+    evaluations: int = EVALUATIONS,
+    seed: int = 0,
+    noisy: bool = False,
 ) -> Shares:
     """Owen values from random orders that keep unions together.
 
     Args:
-        game: Values of coalitions; may be noisy.
+        game: Values of coalitions.
         unions: The players of each union; each of the players 0..n-1 is in exactly one.
         evaluations: Coalitions to value at most; at least two blocks are drawn whatever it says.
         seed: Of the orders.
+        noisy: As in ``sample_shapley``.
     """
     players = sum(len(union) for union in unions)
     _check(unions, players)
@@ -71,7 +77,7 @@ def sample_owen(
         return np.argsort(rank[:, union_of] + rng.random((count, players)), axis=1)
 
     return sample_orders(
-        game, draw, lambda orders: [orders], players=players, evaluations=evaluations, seed=seed,
+        game, draw, lambda orders: [orders], players=players, evaluations=evaluations, seed=seed, noisy=noisy,
         estimator="owen_sampled/1",
     )  # fmt: skip
 

@@ -78,15 +78,16 @@ def precedence_shapley(game: Game, players: int, before: Before) -> Shares | Non
 
 
 def sample_spawn_tree(
-    game: Game, parents: Sequence[int], *, evaluations: int = EVALUATIONS, seed: int = 0
+    game: Game, parents: Sequence[int], *, evaluations: int = EVALUATIONS, seed: int = 0, noisy: bool = False
 ) -> Shares:
     """Values under a spawn tree (or forest) from random linear extensions, uniform over all of them.
 
     Args:
-        game: Values of coalitions; may be noisy.
+        game: Values of coalitions.
         parents: For each player its spawner, -1 for none. Raises SchemaError where that is a cycle.
         evaluations: Coalitions to value at most; at least two blocks are drawn whatever it says.
         seed: Of the orders.
+        noisy: As in ``sample_shapley``.
 
     A uniform order of all players, in which each subtree then gives its first place to its root and the rest to its
     branches as they lay, is a uniform linear extension (hook lengths).
@@ -119,7 +120,7 @@ def sample_spawn_tree(
         return np.argsort(times, axis=1)
 
     return sample_orders(
-        game, draw, lambda orders: [orders], players=players, evaluations=evaluations, seed=seed,
+        game, draw, lambda orders: [orders], players=players, evaluations=evaluations, seed=seed, noisy=noisy,
         estimator="precedence_sampled/1", reverse=None,
     )  # fmt: skip
 

@@ -113,14 +113,17 @@ def shapley_of(
     return Shares(shapley(table_of(game, players)), np.zeros(players), 0, 1 << players, "shapley/1")
 
 
-def sample_shapley(game: Game, players: int, *, evaluations: int = EVALUATIONS, seed: int = 0) -> Shares:
+def sample_shapley(
+    game: Game, players: int, *, evaluations: int = EVALUATIONS, seed: int = 0, noisy: bool = False
+) -> Shares:
     """Shapley values from random orders.
 
     Args:
-        game: Values of coalitions; may be noisy.
+        game: Values of coalitions.
         players: n >= 1.
         evaluations: Coalitions to value at most; at least two blocks are drawn whatever it says.
         seed: The same seed gives the same result for the same game.
+        noisy: The game gives another value each time (a replay): nothing is asked for once and used for all orders.
 
     Source: METHODS 3.2 f; Castro et al. 2009; antithetic orders Mitchell et al. 2022.
     """
@@ -134,8 +137,9 @@ def sample_shapley(game: Game, players: int, *, evaluations: int = EVALUATIONS, 
         return [np.roll(orders, offset, axis=1) for offset in offsets]
 
     return sample_orders(
-        game, draw, block, players=players, evaluations=evaluations, seed=seed, estimator="shapley_sampled/1"
-    )
+        game, draw, block, players=players, evaluations=evaluations, seed=seed, noisy=noisy,
+        estimator="shapley_sampled/1",
+    )  # fmt: skip
 
 
 def sample_orders(
@@ -146,6 +150,7 @@ def sample_orders(
     players: int,
     evaluations: int,
     seed: int,
+    noisy: bool,
     estimator: str,
     reverse: Callable[[Orders], Orders] | None = lambda orders: orders[:, ::-1],
 ) -> Shares:
@@ -158,14 +163,17 @@ def sample_orders(
         players: n >= 1.
         evaluations: Coalitions to value at most; at least two blocks are drawn whatever it says.
         seed: Of the draws.
+        noisy: As in ``sample_shapley``; the shares then sum to a mean of v(all) - v(none).
         estimator: Name and version in the result.
         reverse: The antithetic partner of each order, equally distributed; None: there is none.
     """
     if players < 1:
         raise SchemaError("a game without players has nothing to share")
     rng = np.random.default_rng(seed)
-    ends = np.asarray(game(np.array([[False] * players, [True] * players])), dtype=np.float64)
-    spent = 2
+    ends = (
+        None if noisy else np.asarray(game(np.array([[False] * players, [True] * players])), dtype=np.float64)
+    )
+    spent = 0 if noisy else 2
 
     def design(both: bool) -> Callable[[Orders], list[Orders]]:
         def orders_of(orders: Orders) -> list[Orders]:
@@ -174,45 +182,56 @@ def sample_orders(
 
         return orders_of
 
-    size = len(block(draw(np.random.default_rng(0), 1))) * max(players - 1, 1)
+    size = len(block(draw(np.random.default_rng(0), 1))) * (players + 1 if noisy else max(players - 1, 1))
     both = False
     pilot = int(evaluations * PILOT) // (2 * size)
     if reverse is not None and pilot >= 4:
         spread = {}
         for trial in (False, True):
             count = pilot if trial else 2 * pilot
-            found = _blocks(game, design(trial)(draw(rng, count)), ends)
+            found, _ = _blocks(game, design(trial)(draw(rng, count)), ends)
             spread[trial] = float((found.var(axis=0, ddof=1) / count).max())
             spent += pilot * 2 * size
         both = spread[True] < spread[False]
     size *= 2 if both else 1
     count = max(2, (evaluations - spent) // size)
-    values = _blocks(game, design(both)(draw(rng, count)), ends)
-    errors = values.std(axis=0, ddof=1) / np.sqrt(count)
+    orders = design(both)(draw(rng, count))
+    values, width = _blocks(game, orders, ends)
+    # What happens once in as many orders as were drawn may not have been seen: no error is smaller than its share.
+    errors = np.maximum(values.std(axis=0, ddof=1) / np.sqrt(count), width / (count * len(orders)))
     return Shares(values.mean(axis=0), errors, count, spent + count * size, estimator)
 
 
-def _blocks(game: Game, orders: list[Orders], ends: Floats) -> Floats:
-    """Mean marginal contributions, shape (count, n), over the orders of each block."""
-    total = _marginals(game, orders[0], ends)
-    for more in orders[1:]:
-        total += _marginals(game, more, ends)
-    return total / len(orders)
+def _blocks(game: Game, orders: list[Orders], ends: Floats | None) -> tuple[Floats, float]:
+    """Mean marginal contributions, shape (count, n), over the orders of each block, and the range of all contributions."""
+    total = np.zeros(orders[0].shape)
+    low, high = np.inf, -np.inf
+    for one in orders:
+        found = _marginals(game, one, ends)
+        low, high = min(low, float(found.min())), max(high, float(found.max()))
+        total += found
+    return total / len(orders), high - low
 
 
-def _marginals(game: Game, orders: Orders, ends: Floats) -> Floats:
-    """What each player adds in each order, shape (count, n); each row sums to v(all) - v(none)."""
+def _marginals(game: Game, orders: Orders, ends: Floats | None) -> Floats:
+    """What each player adds in each order, shape (count, n).
+
+    ``ends`` are v(none) and v(all), to which each row then sums; None: both are asked for again in each order.
+    """
     count, players = orders.shape
     places = np.empty_like(orders)
     np.put_along_axis(places, orders, np.broadcast_to(np.arange(players), orders.shape), axis=1)
     values = np.empty((count, players + 1))
-    values[:, 0], values[:, players] = ends
-    step = max(1, CHUNK // (players * max(players - 1, 1)))
-    lengths = np.arange(1, players)[None, :, None]
-    for at in range(0, count if players > 1 else 0, step):
+    asked = slice(0, players + 1)
+    if ends is not None:
+        values[:, 0], values[:, players] = ends
+        asked = slice(1, players)
+    lengths = np.arange(players + 1)[asked]
+    step = max(1, CHUNK // (players * max(len(lengths), 1)))
+    for at in range(0, count if len(lengths) else 0, step):
         part = places[at : at + step]
-        masks = (part[:, None, :] < lengths).reshape(-1, players)
-        values[at : at + step, 1:players] = np.reshape(game(masks), (len(part), players - 1))
+        masks = (part[:, None, :] < lengths[None, :, None]).reshape(-1, players)
+        values[at : at + step, asked] = np.reshape(game(masks), (len(part), len(lengths)))
     found = np.empty((count, players))
     np.put_along_axis(found, orders, np.diff(values, axis=1), axis=1)
     return found
