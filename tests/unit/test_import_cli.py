@@ -20,7 +20,7 @@ from spanloop.collectors.importers.importing import Importer
 from spanloop.collectors.importers.showing import Progress
 from spanloop.collectors.redaction import Redactor
 from spanloop.pipeline.assembly.cli import traces
-from spanloop.pipeline.formats.opened import Source
+from spanloop.pipeline.formats.opened import Source, opened
 from spanloop.pipeline.formats.survey import document_of
 from spanloop.pipeline.letters import read_letters
 from spanloop.pipeline.log.scan import scan
@@ -283,3 +283,25 @@ def test_a_refused_record_of_a_file_is_read_again_from_its_letter(tmp_path):
     assert done.outcome == "sent"
     (event,) = on_log(tmp_path / "w", topics.SPANS)
     assert [s.attributes["openai_agents.span_type"] for s in event.spans] == ["generation"]
+
+
+def test_a_damaged_archive_in_a_folder_costs_only_itself(tmp_path: Path) -> None:
+    folder = tmp_path / "exports"
+    folder.mkdir()
+    (folder / "good.jsonl").write_bytes(as_json([span(1)]) + b"\n")
+    with zipfile.ZipFile(folder / "a.zip", "w") as archive:
+        archive.writestr("b.jsonl", as_json([span(2)]))
+    whole = (folder / "a.zip").read_bytes()
+    (folder / "cut.zip").write_bytes(whole[:-30])
+    found = run(folder, "--workspace", tmp_path / "w")
+    assert found.exit_code == 3
+    assert "cut.zip is a damaged zip archive" in found.output
+    assert "2 spans from 2 files" in found.output
+    (folder / "cut.zip").write_bytes(whole)
+    assert counts(folder, "--workspace", tmp_path / "w")["exit"] == 0
+
+
+def test_standard_input_that_is_closed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(ConfigError, match="standard input is closed"), opened(Source(Path("-"))):
+        pass

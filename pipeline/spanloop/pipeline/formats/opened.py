@@ -36,6 +36,8 @@ class Source(msgspec.Struct, frozen=True):
     member: str = ""
     named: bool = True
     """The user named this file; False: it lay in a folder or archive, where files of no known format are passed over."""
+    problem: str = ""
+    """Why it cannot be opened; it costs its folder nothing else."""
 
     @property
     def name(self) -> str:
@@ -68,12 +70,19 @@ def found_files(paths: list[Path]) -> list[Source]:
             inside = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p, path))
             if not inside:
                 raise ConfigError(f"no file in {path}")
-            found += [s for p in inside for s in sources(p, named=False)]
+            found += [s for p in inside for s in _inside(p)]
         elif path.exists():
             found += sources(path)
         else:
             raise ConfigError(f"there is no {path}")
     return found
+
+
+def _inside(path: Path) -> list[Source]:
+    try:
+        return sources(path, named=False)
+    except ConfigError as exc:
+        return [Source(path, problem=exc.message)]
 
 
 def _hidden(path: Path, folder: Path) -> bool:
@@ -100,8 +109,12 @@ def sources(path: Path, *, named: bool = True) -> list[Source]:
 @contextmanager
 def opened(source: Source) -> Iterator[tuple[Stream, Callable[[], int]]]:
     """(stream of the unpacked bytes, how many packed bytes were read so far). Raises ConfigError."""
+    if source.problem:
+        raise ConfigError(source.problem)
     try:
         if str(source.path) == STDIN:
+            if sys.stdin is None:
+                raise ConfigError("standard input is closed")
             plain = cast(BinaryIO, sys.stdin.buffer)
             yield _stream(_Peekable(plain)), lambda: 0
         elif source.member:
