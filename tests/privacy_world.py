@@ -27,7 +27,7 @@ from spanloop.pipeline.log import scan
 from spanloop.pipeline.log.sqlite import SqliteLog
 from spanloop.pipeline.otlp.decoded import DecodedBatch, Rejected
 from spanloop.pipeline.ports import NewRecord, new_record
-from spanloop.pipeline.runtimes.embedded import run_to_end
+from spanloop.pipeline.runtimes.embedded import EmbeddedRuntime
 from spanloop.pipeline.runtimes.process import build_stages
 from spanloop.pipeline.sealing.opening import open_vault
 from spanloop.pipeline.state.sqlite import SqliteState
@@ -155,10 +155,16 @@ class World:
             log.append(list(records))
 
     def run(self) -> None:
-        """Carry everything through the stages."""
+        """Carry everything through the stages, for a few seconds: jobs close, nothing is forgotten."""
         path = self.settings.database
         with closing(SqliteLog(path, self.clock)) as log, closing(SqliteState(path, self.clock)) as state:
-            run_to_end(build_stages(self.settings.pipeline, self.vault), log, state, self.clock, batch_max=50)
+            stages = build_stages(self.settings.pipeline, self.vault)
+            runtime = EmbeddedRuntime(stages, log, state, self.clock, batch_max=50)
+            runtime.restore()
+            for _ in range(4):
+                while runtime.step():
+                    pass
+                self.clock.advance(seconds=2)
 
     def archive(self) -> None:
         with closing(SqliteLog(self.settings.database, self.clock)) as log:

@@ -34,6 +34,7 @@ _SUMMARY = {
     "provenance": "Show which orchestrations taught a policy version.",
     "policies": "List versions, promotions and routing; roll back.",
     "feedback": "Send an outcome for an orchestration, trace, span or response.",
+    "erase": "Destroy the keys of one person's content, for good; structure, rewards and credit stay.",
     "verify": "Prove that the log replays to the same orchestrations, rewards and credit.",
     "deadletters": "List what was refused, show it, send it again after a fix.",
     "config": "Show settings with where each comes from.",
