@@ -133,7 +133,7 @@ def serve(play: Play) -> str:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def log_message(self, *args: Any) -> None:
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
             """Say nothing."""
 
         def do_POST(self) -> None:
