@@ -135,6 +135,7 @@ def test_efficiency(table):
         assert values.sum() == pytest.approx(everything, abs=EXACT)
 
 
+@settings(deadline=None)
 @given(st.data(), tables(least=2))
 def test_symmetry(data, table):
     """Renaming the players renames their values; two that the game does not tell apart get the same."""
@@ -165,6 +166,7 @@ def test_a_dummy_gets_what_it_always_adds(table, own):
     assert found.values[n] == pytest.approx(own, abs=EXACT)
 
 
+@settings(deadline=None)
 @given(tables(least=3, most=3), tables(least=3, most=3), reals)
 def test_linearity(one, other, factor):
     def owen_of(table):
@@ -179,6 +181,7 @@ def test_linearity(one, other, factor):
         assert values(one + factor * other) == pytest.approx(values(one) + factor * values(other), abs=1e-8)
 
 
+@settings(deadline=None)
 @given(tables())
 def test_shapley_shares_each_synergy_evenly(table):
     terms = mobius(table)
@@ -188,6 +191,7 @@ def test_shapley_shares_each_synergy_evenly(table):
     assert found == pytest.approx(list(shapley(table)), abs=1e-8)
 
 
+@settings(deadline=None)
 @given(st.lists(reals, min_size=1, max_size=7))
 def test_airport_games_are_their_shapley_values(costs):
     n = len(costs)
@@ -197,6 +201,7 @@ def test_airport_games_are_their_shapley_values(costs):
         assert form(costs) == pytest.approx(list(shapley(table_of(game, n))), abs=EXACT)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 40))
 def test_votes_are_their_shapley_values(weights, quota):
     n = len(weights)
@@ -240,6 +245,7 @@ def test_an_order_with_too_many_coalitions_falls_back_on_two_extensions():
     assert tree.estimator == "precedence_sampled/1"
 
 
+@settings(deadline=None)
 @given(tables(), st.integers(-3_000_000, 3_000_000))
 def test_conserved_shares_sum_in_integers(table, total):
     n = players_of(table)
@@ -252,6 +258,7 @@ def test_conserved_shares_sum_in_integers(table, total):
 micro = st.integers(-2_000_000, 2_000_000)
 
 
+@settings(deadline=None)
 @given(
     st.lists(micro, min_size=1, max_size=8), st.lists(micro, max_size=4), st.randoms(use_true_random=False)
 )
@@ -265,6 +272,7 @@ def test_groups_retract_exactly(kept, retracted, order):
     assert stats == group_stats(kept)
 
 
+@settings(deadline=None)
 @given(st.lists(micro, min_size=1, max_size=8))
 def test_group_advantages_sum_to_nothing_or_say_why(rewards):
     group = group_stats(rewards)
@@ -276,6 +284,7 @@ def test_group_advantages_sum_to_nothing_or_say_why(rewards):
             assert {a.value for a in found} == {0.0}
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), micro), min_size=1, max_size=12))
 def test_agent_wise_is_each_agents_own_group(calls):
     found = agent_wise(calls)
@@ -286,6 +295,7 @@ def test_agent_wise_is_each_agents_own_group(calls):
         ]
 
 
+@settings(deadline=None)
 @given(st.lists(reals, min_size=1, max_size=8), st.data())
 def test_turns_telescope(values, data):
     rewards = data.draw(st.lists(reals, min_size=len(values), max_size=len(values)))
@@ -294,6 +304,7 @@ def test_turns_telescope(values, data):
     assert sum(redistribute(values)) == pytest.approx(values[-1] - values[0], abs=1e-8)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0.01, 1), reals), min_size=1, max_size=6))
 def test_counterfactuals_average_to_nothing(menu):
     whole = sum(p for p, _ in menu)
@@ -302,6 +313,7 @@ def test_counterfactuals_average_to_nothing(menu):
     assert mean == pytest.approx(0.0, abs=1e-8)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(reals, st.integers(1, 20)), min_size=2, max_size=6))
 def test_message_leave_one_out_is_its_definition(drawn):
     for j, found in enumerate(leave_one_out_advantages(drawn)):
@@ -317,6 +329,7 @@ samples = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(samples, st.randoms(use_true_random=False))
 def test_message_credits_average_to_nothing_and_ignore_order(drawn, order):
     items = [Drawn(message, outcomes) for message, outcomes in drawn]
@@ -332,6 +345,7 @@ def test_message_credits_average_to_nothing_and_ignore_order(drawn, order):
         assert again[message].error == pytest.approx(credit.error, abs=1e-6)
 
 
+@settings(deadline=None)
 @given(samples)
 def test_an_alternative_that_we_put_there_says_nothing_about_how_often_it_is_written(drawn):
     assume("e" not in {m for m, _ in drawn})
