@@ -305,3 +305,12 @@ def test_standard_input_that_is_closed_is_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(ConfigError, match="standard input is closed"), opened(Source(Path("-"))):
         pass
+
+
+def test_gzip_whose_checksum_is_wrong_is_damage_behind_its_spans(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(b"".join(as_json([span(n)]) + b"\n" for n in range(1, 1500))))
+    packed[-8] ^= 1
+    (tmp_path / "a.gz").write_bytes(packed)
+    found = counts(tmp_path / "a.gz", "--workspace", tmp_path / "w")
+    assert (found["exit"], found["files"]) == (3, 1)
+    assert found["spans"] > 500

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import lzma
 import re
@@ -17,7 +18,7 @@ _QUIET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
 """JSON without a bracket outside of texts."""
 _SCALAR_ENDS = re.compile(rb"[,\]}\n]")
 _BLANKS = b" \t\r\n"
-DAMAGE = (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, UnicodeError)
+DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, zipfile.BadZipFile, UnicodeError)
 """What unpacking a damaged file raises, beside OSError."""
 
 
