@@ -6,19 +6,24 @@ import os
 import secrets
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spanloop.collectors.gateway_record import CallRecord, call_event
 from spanloop.collectors.limits import cut_span
 from spanloop.collectors.redaction import Redactor
+from spanloop.collectors.sealing import open_sealer
+from spanloop.pipeline.dialects import operation_of
 from spanloop.pipeline.sealing.keys import KEY_BYTES, MemoryKeys
 from spanloop.pipeline.sealing.keys_sqlite import SqliteKeys
 from spanloop.pipeline.sealing.opening import open_vault
 from spanloop.pipeline.sealing.vault import SEALED, TOO_LARGE, Place, Tokens, Vault
 from spanloop.schemas.errors import ConfigError, TransientError
+from spanloop.schemas.events import encode
 from spanloop.schemas.settings import Content, load_settings
 from spanloop.schemas.spans import Span, SpanEvent, SpanLink
 
@@ -245,3 +250,47 @@ def test_a_redactor_alone_keeps_nothing_where_content_is_to_be_sealed() -> None:
     assert (
         "$redacted" in redactor.span(Span(T1, "c" * 16, "n", 1, 2, attributes={"x": "pat"})).attributes["x"]
     )
+
+
+# ---------------------------------------------------------------- the gateway
+
+
+def test_a_call_of_the_gateway_is_recorded_with_its_tokens_sealed(tmp_path: Path) -> None:
+    given = load_settings(
+        None, {"workspace": str(tmp_path), "content": {"training": True, "subject_keys": True}}
+    )
+    sealer = open_sealer(given)
+    assert sealer is not None
+    redact = partial(Redactor(given.content, KEY).span, trusted=True)
+    entries = [{"token": "token_id:77350001", "logprob": -0.5, "top_logprobs": []}]
+    record = CallRecord(
+        tenant="t", call_id="c", route="champion", policy_version="policy@v3", conversation="", conversation_source="",
+        harness="h", start_ns=1, end_ns=2, status=200,
+        request={"model": "policy", "messages": [{"role": "user", "content": "call pat@example.invalid"}]},
+        response={"id": "r-1", "model": "policy@v3", "prompt_token_ids": [1, 77350009], "choices": [
+            {"finish_reason": "stop", "message": {"role": "assistant", "content": "yes, Pat"}, "token_ids": [77350001],
+             "logprobs": {"content": entries}}]},
+    )  # fmt: skip
+
+    def event():
+        return call_event(
+            record, content=True, seal=lambda span, tenant: sealer.call(span, redact(span), tenant)
+        )
+
+    written = encode(event())
+    assert written == encode(event())
+    for text in (b"pat@example", b"Pat", b"77350001", b"77350009"):
+        assert text not in written
+    (span,) = event().spans
+    facts = operation_of(span, "gateway").call.gateway
+    assert (facts.policy_version, facts.prompt_token_ids, facts.response_token_ids) == ("policy@v3", (), ())
+    opened = sealer.vault.open_tokens("t", facts.sealed)
+    assert opened is not None
+    assert (opened.prompt, opened.response, opened.logprobs) == ((1, 77350009), (77350001,), (-0.5,))
+    whole = sealer.vault.open_span("t", span)
+    assert "pat@example.invalid" in whole.attributes["gen_ai.input.messages"]
+    sealer.vault.keys.destroy("t", [span.trace_id], [], 1)
+    assert sealer.vault.open_tokens("t", facts.sealed) is None
+    again = encode(event())
+    assert b"spanloop.sealed" not in again
+    assert b"77350001" not in again
