@@ -1,5 +1,5 @@
-"""Agents that decide nothing: a run without a model call or tool of its own, directly above runs that have calls,
-only runs them (ADK's sequential, parallel and loop agents), as an engine runs its nodes.
+"""Agents that decide nothing: a run without a model call or tool of its own, directly above runs that have calls
+or are such engines, only runs them (ADK's sequential, parallel and loop agents), as an engine runs its nodes.
 
 Where no model calls are recorded at all nothing is concluded: then their absence says nothing. Nor of a run that its own program
 tells outright.
@@ -31,13 +31,13 @@ def mark_engines(tree: Tree) -> None:
     acting |= {i for i, op in enumerate(ops) if op.kind == "agent_run" and op.call is not None}
     calling = {above[i][0] for i, op in enumerate(ops) if op.kind == "model_call"}
     engines: dict[int, bool] = {}
-    for i, op in enumerate(ops):
-        agent, direct = above[i]
+    for i in range(len(ops) - 1, -1, -1):
+        op, (agent, direct) = ops[i], above[i]
         if op.kind != "agent_run" or agent < 0 or agent in acting or not direct:
             continue
         outer = ops[agent]
         repeats = outer.layer != op.layer or folded(outer.agent) == folded(op.agent)
-        engines[agent] = engines.get(agent, True) and i in calling and not repeats
+        engines[agent] = engines.get(agent, True) and (i in calling or engines.get(i, False)) and not repeats
     for agent, is_engine in engines.items():
         run = ops[agent].run
         if is_engine and run is not None and not run.engine and ops[agent].said is None:

@@ -256,20 +256,31 @@ def _aggregates(work: Inference) -> None:
 
 def _tools(work: Inference) -> None:
     tree = work.tree
+    views = _views(tree)
+    delegating = work.found.tools | {outer for i in work.found.tools for outer in views.get(i, ())}
+    broken = {outer for i, outers in views.items() if tree.ops[i].status == "error" for outer in outers}
     for i, op in enumerate(tree.ops):
-        if op.kind != "tool_call" or op.tool is None or op.tool.role or i in work.found.tools:
-            continue
-        outer = tree.parent[i]
-        if outer >= 0 and _repeats(tree.ops[outer], op):
+        if op.kind != "tool_call" or op.tool is None or op.tool.role or i in delegating or i in views:
             continue
         agent = work.agent_of(i)
         call = work.calls.asker(agent, op.tool.call_id, op.start_ns) if agent >= 0 else -1
         work.add("tool_call", op.start_ns, "tool_span", 1.0, _span(work, i), agent=agent, name=op.agent,
                  tool=op.tool.tool, call=call, operation=i)  # fmt: skip
         if op.end_ns > 0:
-            status = "error" if op.status == "error" else "ok"
+            status = "error" if op.status == "error" or i in broken else "ok"
             work.add("tool_result", op.end_ns, "tool_span", 1.0, _span(work, i), agent=agent, name=op.agent,
                      tool=op.tool.tool, call=call, operation=i, status=status)  # fmt: skip
+
+
+def _views(tree: Tree) -> dict[int, list[int]]:
+    """Tool calls that another instrumentation recorded around them too, and those outer views, nearest first. A
+    failure told by the inner one is a failure: the outer one may only have seen the text that it was turned into."""
+    found: dict[int, list[int]] = {}
+    for i in tree.preorder:
+        outer = tree.parent[i]
+        if outer >= 0 and tree.ops[i].kind == "tool_call" and _repeats(tree.ops[outer], tree.ops[i]):
+            found[i] = [outer, *found.get(outer, ())]
+    return found
 
 
 def _repeats(outer: Operation, inner: Operation) -> bool:

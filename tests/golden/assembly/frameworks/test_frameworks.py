@@ -1,11 +1,13 @@
 """Runs of agent frameworks at their current versions, recorded with a scripted local model, against what they did.
 
 The truths are written from the scripts, not from the product: who delegated to whom, which tools ran, what failed.
+Where a file ``NAME.truth.json`` lies beside a recording, the run's own tools and its model server wrote it.
 Each framework was given a local OpenAI-compatible server that answers by the agent and the turn.
 """
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -74,6 +76,23 @@ TOKENS = {
 """What the scripted server counted: input, output, calls."""
 ORCHESTRATIONS = {"pydantic_ai_approved": 2, "pydantic_ai_denied": 2}
 """Each holds a later run of the same conversation too, which is a job of its own."""
+
+RECORDED = {
+    p.name.removesuffix(".truth.json"): json.loads(p.read_text()) for p in sorted(HERE.glob("*.truth.json"))
+}
+"""What the tools and the scripted model of a run wrote down: rows of ``events`` (type, agent, other, count), ``tokens``."""
+UNSEEN = {
+    "traceloop_openai_agents": {("safety_event", "lead", "passed")},
+    "traceloop_output_tripped": {("safety_event", "lead", "passed"), ("safety_event", "author", "triggered")},
+}  # fmt: skip
+"""What happened and no span tells: Traceloop drops guardrails."""
+UNCOUNTED = {"traceloop_openai_agents", "traceloop_output_tripped"}
+"""Recordings without usage on their model calls."""
+for _name, _truth in RECORDED.items():
+    _rows = {(kind, agent, other): count for kind, agent, other, count in _truth["events"]}
+    TRUTH[_name] = {row: count for row, count in _rows.items() if row not in UNSEEN.get(_name, ())}
+    if _truth["tokens"] and _name not in UNCOUNTED:
+        TOKENS[_name] = tuple(_truth["tokens"])
 
 
 def spans_of(name: str) -> list:
