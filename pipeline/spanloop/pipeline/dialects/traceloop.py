@@ -31,13 +31,20 @@ NAME = "traceloop"
 _KINDS = {"workflow": "workflow", "agent": "agent_run", "tool": "tool_call", "handoff": "handover"}
 _SESSION = ("traceloop.association.properties.session_id", "traceloop.association.properties.thread_id")
 _HANDOFF = re.compile(r"(.+?)\s*(?:→|->)\s*(.+?)(?:\.handoff)?")
+_LANGCHAIN = "opentelemetry.instrumentation.langchain"
+_AGENT_NAME = "traceloop.association.properties.lc_agent_name"
+"""LangChain's own name of the agent, on everything that it does."""
 _NOBODY = frozenset({"", "unknown"})
 
 
 def matches(span: Span) -> bool:
     """Any of Traceloop's leading attributes."""
     attributes = span.attributes
-    return "traceloop.span.kind" in attributes or "traceloop.entity.name" in attributes
+    return (
+        "traceloop.span.kind" in attributes
+        or "traceloop.entity.name" in attributes
+        or span.scope == _LANGCHAIN
+    )
 
 
 def read(span: Span) -> Operation:
@@ -46,7 +53,9 @@ def read(span: Span) -> Operation:
     fields = genai.read_fields(span, _tool_facts)
     told = text(attributes.get("traceloop.span.kind"))
     kind = fields["kind"]
-    if kind == "unknown" or told in ("workflow", "handoff"):
+    if span.scope == _LANGCHAIN and (kind == "agent_run" or told == "task"):
+        kind = fields["kind"] = _graph_kind(span, fields, told)
+    elif kind == "unknown" or told in ("workflow", "handoff"):
         kind = fields["kind"] = _KINDS.get(told, kind)
     fields["conversation"] = fields["conversation"] or text(first(attributes, *_SESSION))
     if kind == "workflow":
@@ -57,7 +66,7 @@ def read(span: Span) -> Operation:
     elif kind == "tool_call":
         tool = fields["tool"] = _tool_facts(span)
         fields["handover"] = genai.transfer_of(tool.tool, attributes)
-        if says_error(first(attributes, "gen_ai.tool.call.result", "traceloop.entity.output")):
+        if says_error(_result(first(attributes, "gen_ai.tool.call.result", "traceloop.entity.output"))):
             fields["status"] = "error"
     elif kind == "handover":
         fields["handover"] = _handover(span)
@@ -68,6 +77,28 @@ def read(span: Span) -> Operation:
             goto=texts(first(attributes, "langgraph.command.goto_nodes", "langgraph.command.goto_node")),
         )
     return Operation(**fields)
+
+
+def _graph_kind(span: Span, fields: dict[str, Any], told: str) -> str:
+    """LangGraph calls one run twice: ``invoke_agent X`` around ``X.workflow``, and beside ``execute_task X`` where
+    another agent's tool started it. Those inside bear Traceloop's names and have the children; the other is structure."""
+    if not told and fields["kind"] == "agent_run":
+        return "unknown" if "gen_ai.workflow.nodes" in span.attributes else "agent_run"
+    named = text(span.attributes.get(_AGENT_NAME))
+    if told == "task" and named and named == text(span.attributes.get("gen_ai.task.name")):
+        fields["agent"] = named
+        return "agent_run"
+    return fields["kind"]
+
+
+def _result(result: Any) -> Any:
+    """A tool's result, taken out of LangChain's constructor of a message where it is one."""
+    if not isinstance(result, str) or not result.startswith('{"output":'):
+        return result
+    value, _ = messages(result)
+    message = value.get("output") if isinstance(value, dict) else None
+    inner = message.get("kwargs") if isinstance(message, dict) else None
+    return inner if isinstance(inner, dict) else result
 
 
 def _entity(span: Span, suffix: str) -> str:
