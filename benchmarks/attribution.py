@@ -5,10 +5,10 @@
 FOLDER holds ``Algorithm-Generated/*.json`` and ``Hand-Crafted/*.json``. The logs go through the product's own importer, assembly
 and features; only this script reads the labels. Nested cross-validation by question: the outer folds are never seen while
 features and penalties are chosen and weights fitted; the choice is made by inner folds of the training part alone. Baselines
-are computed in the same run. Repeats shuffle the folds; the intervals are Wilson's (95 %) of the first repeat, and the range
-over repeats stands beside it.
+are computed in the same run. Repeats shuffle the folds; mean and range over them are given, with Wilson's interval (95 %) of
+the mean.
 
---weights fits on all logs, with what the same inner choice picks, and writes them with their provenance. No text of a log is
+--weights fits on all logs, with what the outer folds chose most often, and writes them with their provenance. No text of a log is
 printed or written.
 """
 
@@ -180,7 +180,18 @@ def random_step(log: Log) -> tuple[float, list[float]]:
     )
 
 
-def wilson(hits: int, count: int) -> list[float]:
+def over(runs: Sequence[dict]) -> dict:
+    """Mean and range of one accuracy over shuffles of the folds, and the interval of the mean."""
+    found = [run["hits"] / run["of"] for run in runs]
+    mean, count = statistics.mean(found), runs[0]["of"]
+    return {
+        "mean": round(mean, 3),
+        "range": [round(min(found), 3), round(max(found), 3)],
+        "wilson95": wilson(mean * count, count),
+    }
+
+
+def wilson(hits: float, count: int) -> list[float]:
     """95 % interval of a proportion."""
     z, p = 1.96, hits / count
     middle = (p + z * z / (2 * count)) / (1 + z * z / count)
@@ -199,8 +210,8 @@ def scored(logs: Sequence[Log], answers: Sequence[tuple[str, int]], kind: str) -
     }  # fmt: skip
 
 
-def report(logs: Sequence[Log], repeats: int) -> dict:
-    """All figures."""
+def report(logs: Sequence[Log], repeats: int) -> tuple[dict, Choice]:
+    """All figures, and what the folds chose most often."""
     runs = [nested(logs, 100 * seed) for seed in range(repeats)]
     blind, _ = nested(logs, 0, ("structure",))
     simple: dict[str, Callable[[Log], tuple[str, int]]] = {
@@ -218,11 +229,7 @@ def report(logs: Sequence[Log], repeats: int) -> dict:
                 not any(s.index == log.step and s.agent == log.agent for s in log.table.steps) for log in own
             ),
             "nested_cv": ours[0],
-            "over_repeats": {
-                name: {"mean": round(statistics.mean(run[name]["accuracy"] for run in ours), 3),
-                       "range": [min(run[name]["accuracy"] for run in ours), max(run[name]["accuracy"] for run in ours)]}
-                for name in ours[0]
-            },
+            "over_repeats": {name: over([run[name] for run in ours]) for name in ours[0]},
             "nested_cv_without_words": scored(logs, blind, kind),
             "baselines": {
                 **{name: scored(logs, [how(log) for log in logs], kind) for name, how in simple.items()},
@@ -240,14 +247,12 @@ def report(logs: Sequence[Log], repeats: int) -> dict:
     figures["protocol"] = (
         f"nested cross-validation by question, {OUTER} outer and {INNER} inner folds, {repeats} repeats"
     )
-    return figures
+    return figures, total.most_common(1)[0][0]
 
 
-def final_model(logs: Sequence[Log], figures: dict) -> Model:
-    """Weights of all logs, by the same inner choice."""
-    chosen = {
-        name: choose(logs, 1, (column,)) for name, column in (("words", "all"), ("structure", "structure"))
-    }
+def final_model(logs: Sequence[Log], figures: dict, usual: Choice) -> Model:
+    """Weights of all logs: with ``usual``, and with the inner choice among those that need no words."""
+    chosen = {"words": usual, "structure": choose(logs, 1, ("structure",))}
     fitted = {
         name: {feature: round(weight, 4) for feature, weight in weights_of(logs, choice).items()}
         for name, choice in chosen.items()
@@ -268,7 +273,7 @@ def final_model(logs: Sequence[Log], figures: dict) -> Model:
                                               for name in ("agent", "step_0", "step_3")}
                                        for kind in kinds for own in [figures[kind]["nested_cv_without_words"]]},
             "accuracy": {kind: {name: {"mean": figures[kind]["over_repeats"][name]["mean"],
-                                       "wilson95": figures[kind]["nested_cv"][name]["wilson95"]}
+                                       "wilson95": figures[kind]["over_repeats"][name]["wilson95"]}
                                 for name in ("agent", "step_0", "step_3")} for kind in kinds},
         },
     )  # fmt: skip
@@ -283,9 +288,9 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, help="Fit on all logs and write the weights here.")
     given = parser.parse_args()
     logs = load(given.folder)
-    figures = report(logs, given.repeats)
+    figures, usual = report(logs, given.repeats)
     if given.weights:
-        model = msgspec.json.encode(final_model(logs, figures))
+        model = msgspec.json.encode(final_model(logs, figures, usual))
         given.weights.write_bytes(msgspec.json.format(model, indent=1) + b"\n")
     write("attribution", f"python benchmarks/attribution.py FOLDER --repeats {given.repeats}", figures)
 

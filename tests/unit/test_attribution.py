@@ -239,6 +239,8 @@ def test_a_loss_in_the_ledger_moves_the_blame():
     )
     assert after > before
     assert moved.opinions[0][0] == "ledger"
+    blamed = next(step for step in moved.steps if step.step == chosen.index)
+    assert blamed.reasons[0] == "ledger puts 100% of the loss on it"
     assert math.fsum(step.probability for step in moved.steps) == pytest.approx(1)
 
 
@@ -275,7 +277,7 @@ def test_a_judge_is_checked(answer: object, problem: str):
 def test_a_slow_judge_is_not_waited_for():
     content, words = log_of(HISTORY)
     began = time.monotonic()
-    found = attribute(content, words, judge=lambda _: time.sleep(20) or b"", timeout_s=0.05)
+    found = attribute(content, words, judge=lambda case: time.sleep(20) or b"", timeout_s=0.05)
     assert time.monotonic() - began < 10
     assert any("did not answer within 0.05 s" in note for note in found.notes)
     assert found.opinions == ()

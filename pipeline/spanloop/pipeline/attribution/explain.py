@@ -36,8 +36,8 @@ from spanloop.schemas.orchestration import OrchestrationContent
 
 __all__ = ["AgentBlame", "Failure", "StepBlame", "attribute", "explain_failure"]
 
-_SURE = 2.0
-"""A top step less than this many times as likely as an even draw says little."""
+_SURE = 0.1
+"""The least that the top step must be above an even draw, as a share of what it could be: less says little."""
 
 
 class AgentBlame(msgspec.Struct, frozen=True):
@@ -122,7 +122,10 @@ def attribute(
         model=model.version,
         confidence="low" if doubts else "usual",
         agents=tuple(_agent(name, chance, table.steps) for name, chance in agents.items()),
-        steps=tuple(_step(table.steps[i], chances[i], reasons(table, weights, i)) for i in order),
+        steps=tuple(
+            _step(table.steps[i], chances[i], (*_told(opinions, i), *reasons(table, weights, i)))
+            for i in order
+        ),
         opinions=tuple((opinion.source, opinion.weight) for opinion in opinions),
         notes=(*doubts, *notes),
         accuracy=model.provenance.get("accuracy" if table.has_words else "accuracy_without_words", {}),
@@ -152,6 +155,14 @@ def _heard(
     return opinions, notes
 
 
+def _told(opinions: Sequence[Opinion], place: int) -> tuple[str, ...]:
+    """What others say of one step, where they say more than an even draw would."""
+    said = [(opinion.source, opinion.chances[place], len(opinion.chances)) for opinion in opinions]
+    return tuple(
+        f"{source} puts {share:.0%} of the loss on it" for source, share, count in said if share * count > 1
+    )
+
+
 def _doubts(
     has_words: bool, count: int, best: float, step: Step, agents: Mapping[str, float]
 ) -> tuple[str, ...]:
@@ -160,7 +171,7 @@ def _doubts(
         doubts.append(
             "the texts of most steps are not kept ([content] training = true keeps them): only who acted when was looked at"
         )
-    if count > 1 and best * count < _SURE:
+    if count > 1 and best - 1 / count < _SURE * (1 - 1 / count):
         doubts.append(f"no step stands out: the likeliest has {best:.3f}, an even draw {1 / count:.3f}")
     if step.agent != next(iter(agents)):
         doubts.append(

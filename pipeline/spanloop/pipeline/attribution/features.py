@@ -108,7 +108,7 @@ def _executors(steps: Sequence[Step]) -> list[bool]:
 
 
 def _structure(steps: Sequence[Step], executors: Sequence[bool], columns: dict[str, list[float]]) -> None:
-    hub = any(step.kind == "instruct" for step in steps)
+    hub = any(step.kind in ("instruct", "work") for step in steps)
     turns = Counter(_who(step) for step, machine in zip(steps, executors, strict=True) if not machine)
     all_turns = max(1, sum(turns.values()))
     seen: set[str] = set()
