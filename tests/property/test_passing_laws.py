@@ -65,7 +65,9 @@ def test_events_passed_on_are_what_their_bytes_decode_to(spans):
     assert [(r.topic, r.event_id, r.value) for r in with_events] == [
         (r.topic, r.event_id, r.value) for r in without
     ]
-    assert all(encode(decode(r.value)) == r.value for r in with_events), "bytes made beside a hash are those of encode"
+    assert all(encode(decode(r.value)) == r.value for r in with_events), (
+        "bytes made beside a hash are those of encode"
+    )
     assert given_away >= sum(r.topic == topics.ORCHESTRATIONS for r in with_events)
 
 

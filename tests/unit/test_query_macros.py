@@ -321,7 +321,11 @@ def test_pomdp_is_what_the_pipeline_says(tmp_path: Path) -> None:
     spans = [span for batch in read_spans(GOLDEN) for span in batch.spans]
     (content,) = assemble_spans(spans, "default")
     revised = OrchestrationRevised(
-        orchestration_id=content.orchestration_id, revision=1, complete=True, content_hash="h", content=content
+        orchestration_id=content.orchestration_id,
+        revision=1,
+        complete=True,
+        content_hash="h",
+        content=content,
     )
     trace = pomdp_of(content)
     rows = ask([revised], tmp_path, f"FROM pomdp('{content.orchestration_id[:6]}')")

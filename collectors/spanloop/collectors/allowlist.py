@@ -110,7 +110,13 @@ langfuse.observation.input langfuse.observation.output mlflow.spanInputs mlflow.
 """
 _EVENT_KEEP = frozenset({"role", "id", "index", "finish_reason", "name"})
 _TABLE: dict[str, str] = {}
-for _kind, _keys in ((TREE, _TREE), (RECORDED, _RECORDED), (MESSAGES, _MESSAGES), (LABELS, _LABELS), (KEEP, _KEEP)):
+for _kind, _keys in (
+    (TREE, _TREE),
+    (RECORDED, _RECORDED),
+    (MESSAGES, _MESSAGES),
+    (LABELS, _LABELS),
+    (KEEP, _KEEP),
+):
     _TABLE.update((key, _kind) for key in _keys.split())
 _PATTERNS = (
     (

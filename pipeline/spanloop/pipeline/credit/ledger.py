@@ -266,9 +266,7 @@ def _turn_tree(
             step = values.tokens[i]
             item = Anchored(step, 0.0, step, 0.0, message.estimator) if step else NULL
         below.append(
-            Account(
-                f"token:{key}/{i}", "token", text, shown[i] if shown else "", item, f"{call.id}/{i}"
-            )
+            Account(f"token:{key}/{i}", "token", text, shown[i] if shown else "", item, f"{call.id}/{i}")
         )
     for event in tools:
         item = found.tools.get(event.id, unknown)

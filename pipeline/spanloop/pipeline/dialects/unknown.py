@@ -54,9 +54,7 @@ def read(span: Span) -> Operation:
     attributes = span.attributes
     if kind == "agent_run":
         told = text(first(attributes, *_NAMED))
-        return Operation(
-            **fields, kind=kind, agent=told or name or _service(span), run=AgentFacts()
-        )
+        return Operation(**fields, kind=kind, agent=told or name or _service(span), run=AgentFacts())
     if kind == "tool_call":
         return Operation(
             **fields,
