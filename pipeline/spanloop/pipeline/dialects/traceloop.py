@@ -34,6 +34,8 @@ _HANDOFF = re.compile(r"(.+?)\s*(?:→|->)\s*(.+?)(?:\.handoff)?")
 _LANGCHAIN = "opentelemetry.instrumentation.langchain"
 _AGENT_NAME = "traceloop.association.properties.lc_agent_name"
 """LangChain's own name of the agent, on everything that it does."""
+_CREW = "crewai.crew.id"
+"""A crew, which runs agents and is called by its kind; its tasks are structure between it and them."""
 _NOBODY = frozenset({"", "unknown"})
 
 
@@ -44,6 +46,7 @@ def matches(span: Span) -> bool:
         "traceloop.span.kind" in attributes
         or "traceloop.entity.name" in attributes
         or span.scope == _LANGCHAIN
+        or _CREW in attributes
     )
 
 
@@ -55,6 +58,12 @@ def read(span: Span) -> Operation:
     kind = fields["kind"]
     if span.scope == _LANGCHAIN and (kind == "agent_run" or told == "task"):
         kind = fields["kind"] = _graph_kind(span, fields, told)
+    elif kind == "agent_run" and _CREW in attributes:
+        fields.update(kind="workflow", agent="crew", run=AgentFacts(engine=True))
+        return Operation(**fields)
+    elif kind == "agent_run" and "crewai.task.id" in attributes:
+        fields.update(kind="unknown", agent="", run=None)
+        return Operation(**fields)
     elif kind == "unknown" or told in ("workflow", "handoff"):
         kind = fields["kind"] = _KINDS.get(told, kind)
     fields["conversation"] = fields["conversation"] or text(first(attributes, *_SESSION))

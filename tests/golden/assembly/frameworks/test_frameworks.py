@@ -83,10 +83,15 @@ RECORDED = {
 """What the tools and the scripted model of a run wrote down: rows of ``events`` (type, agent, other, count), ``tokens``."""
 UNSEEN = {
     "traceloop_openai_agents": {("safety_event", "lead", "passed")},
+    "traceloop_crewai": {
+        ("tool_call", "scout", "probe"), ("tool_result", "scout", "probe ok"), ("tool_call", "tally", "weigh"),
+        ("tool_result", "tally", "weigh ok"), ("tool_result", "tally", "weigh error"), ("message", "scout", "tally"),
+        ("message", "scout", "author"), ("message", "tally", "author"),
+    },
     "traceloop_output_tripped": {("safety_event", "lead", "passed"), ("safety_event", "author", "triggered")},
 }  # fmt: skip
-"""What happened and no span tells: Traceloop drops guardrails."""
-UNCOUNTED = {"traceloop_openai_agents", "traceloop_output_tripped"}
+"""What happened and no span tells: Traceloop drops guardrails, and the tools and the context of a crew."""
+UNCOUNTED = {"traceloop_crewai", "traceloop_openai_agents", "traceloop_output_tripped"}
 """Recordings without usage on their model calls."""
 for _name, _truth in RECORDED.items():
     _rows = {(kind, agent, other): count for kind, agent, other, count in _truth["events"]}
