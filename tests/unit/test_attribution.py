@@ -19,7 +19,7 @@ from spanloop.pipeline.assembly.batch import assemble_spans
 from spanloop.pipeline.attribution.explain import attribute
 from spanloop.pipeline.attribution.features import FEATURES, STRUCTURE, Table, table_of
 from spanloop.pipeline.attribution.judge import JudgeCase, ask
-from spanloop.pipeline.attribution.model import Model, probabilities, shipped
+from spanloop.pipeline.attribution.model import Model, probabilities, shipped, usual_row
 from spanloop.pipeline.attribution.pooling import JUDGE_MAX, LEDGER_MAX, Opinion, ledger_opinion, pool
 from spanloop.pipeline.attribution.reasons import reasons
 from spanloop.pipeline.attribution.steps import Step, steps_of
@@ -302,11 +302,13 @@ def _leaves(value: object) -> list[object]:
 
 def test_reasons_name_what_counts_against_a_step():
     table = table_of(steps_of(*log_of(HISTORY)))
-    assert reasons(table, {"supposes": 2.0}, 3) == (
+    assert reasons(table.rows[3], usual_row(table), {"supposes": 2.0}) == (
         "it supposes, estimates or simulates instead of finding out (+1.20)",
     )
-    assert reasons(table, {"supposes": 2.0}, 0) == ()
-    assert reasons(table, {"executor": -1.0}, 0) == ("it decides; others only report what ran (+0.20)",)
+    assert reasons(table.rows[0], usual_row(table), {"supposes": 2.0}) == ()
+    assert reasons(table.rows[0], usual_row(table), {"executor": -1.0}) == (
+        "it decides; others only report what ran (+0.20)",
+    )
 
 
 def test_a_log_of_one_person_has_nobody_to_blame():

@@ -14,7 +14,7 @@ import msgspec
 
 from spanloop.pipeline.attribution.features import table_of
 from spanloop.pipeline.attribution.judge import Judge, JudgeCase, ask
-from spanloop.pipeline.attribution.model import Model, by_agent, probabilities, shipped
+from spanloop.pipeline.attribution.model import Model, by_agent, probabilities, shipped, usual_row
 from spanloop.pipeline.attribution.pooling import Opinion, ledger_opinion, pool
 from spanloop.pipeline.attribution.reasons import reasons
 from spanloop.pipeline.attribution.steps import Step, evidence_of, steps_of
@@ -113,6 +113,7 @@ def attribute(
     weights = model.words if table.has_words else model.structure
     opinions, notes = _heard(content.orchestration_id, table.steps, nodes, judge, timeout_s)
     chances = pool(probabilities(table, weights), opinions)
+    usual = usual_row(table)
     order = sorted(range(len(chances)), key=lambda i: (-chances[i], i))
     agents = by_agent([step.agent for step in table.steps], chances)
     doubts = _doubts(table.has_words, len(table.steps), chances[order[0]], table.steps[order[0]], agents)
@@ -123,7 +124,7 @@ def attribute(
         confidence="low" if doubts else "usual",
         agents=tuple(_agent(name, chance, table.steps) for name, chance in agents.items()),
         steps=tuple(
-            _step(table.steps[i], chances[i], (*_told(opinions, i), *reasons(table, weights, i)))
+            _step(table.steps[i], chances[i], (*_told(opinions, i), *reasons(table.rows[i], usual, weights)))
             for i in order
         ),
         opinions=tuple((opinion.source, opinion.weight) for opinion in opinions),

@@ -18,7 +18,7 @@ import msgspec
 
 from spanloop.pipeline.attribution.features import FEATURES, Table
 
-__all__ = ["Model", "by_agent", "probabilities", "shipped", "terms"]
+__all__ = ["Model", "by_agent", "probabilities", "shipped", "terms", "usual_row"]
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -49,14 +49,19 @@ def probabilities(table: Table, weights: Mapping[str, float]) -> tuple[float, ..
     return _softmax([math.fsum(w * x for w, x in zip(ordered, row, strict=True)) for row in table.rows])
 
 
-def terms(table: Table, weights: Mapping[str, float], place: int) -> tuple[tuple[str, float], ...]:
-    """What each feature of the row ``place`` adds to its score compared with the log's average step, the largest first."""
-    rows = table.rows
-    found = []
-    for column, name in enumerate(FEATURES):
-        weight = weights.get(name, 0.0)
-        usual = math.fsum(row[column] for row in rows) / len(rows)
-        found.append((name, weight * (rows[place][column] - usual)))
+def usual_row(table: Table) -> tuple[float, ...]:
+    """The mean of each feature over the log's steps."""
+    return tuple(math.fsum(column) / len(table.rows) for column in zip(*table.rows, strict=True))
+
+
+def terms(
+    row: Sequence[float], usual: Sequence[float], weights: Mapping[str, float]
+) -> tuple[tuple[str, float], ...]:
+    """What each feature of ``row`` adds to its score compared with the log's ``usual_row``, the largest first."""
+    found = [
+        (name, weights.get(name, 0.0) * (value - mean))
+        for name, value, mean in zip(FEATURES, row, usual, strict=True)
+    ]
     return tuple(sorted(found, key=lambda term: (-term[1], term[0])))
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from spanloop.pipeline.attribution.features import FEATURES, Table
+from spanloop.pipeline.attribution.features import FEATURES
 from spanloop.pipeline.attribution.model import terms
 
 __all__ = ["PHRASES", "reasons"]
@@ -45,10 +45,12 @@ _LEAST = 0.05
 """Log-odds below which a feature is not worth a word."""
 
 
-def reasons(table: Table, weights: Mapping[str, float], place: int, most: int = 3) -> tuple[str, ...]:
-    """Up to ``most`` reasons for the row ``place``, the strongest first, with their log-odds."""
+def reasons(
+    row: Sequence[float], usual: Sequence[float], weights: Mapping[str, float], most: int = 3
+) -> tuple[str, ...]:
+    """Up to ``most`` reasons for the step with ``row`` in a log with ``usual_row``, the strongest first, with their log-odds."""
     found: dict[str, float] = {}
-    for name, added in terms(table, weights, place):
+    for name, added in terms(row, usual, weights):
         if added < _LEAST:
             break
         above = weights[name] > 0
