@@ -319,7 +319,7 @@ import sys
 from spanloop.pipeline.runtimes import process
 sys.path.insert(0, sys.argv.pop(1))
 from property.test_embedded_runtime import Count, Sum
-process.build_stages = lambda pipeline: [Sum(quiet_ns=10**18), Count()]
+process.build_stages = lambda pipeline, vault=None: [Sum(quiet_ns=10**18), Count()]
 process.main()
 """
 
