@@ -169,5 +169,5 @@ def _next(found: Imported, settings: Settings, *, dry: bool) -> str:
         return "next: the same without --dry-run"
     lines = [f"next: spanloop up{where}   (orchestrations, rewards, credit), then spanloop traces{where}"]
     if found.rejected:
-        lines.append(f"      spanloop deadletters{where}   shows what was refused")
+        lines.append(f"      spanloop deadletters list{where}   shows what was refused")
     return "\n".join(lines)
