@@ -162,6 +162,19 @@ def test_a_taken_port_a_damaged_log_and_open_permissions_are_told(tmp_path, monk
     assert (told["log"].status, told["workspace"].status) == ("fail", "warn")
 
 
+def test_a_process_that_the_supervisor_gave_up_is_told(tmp_path):
+    settings = settings_of(tmp_path)
+    settings.workspace.mkdir(mode=0o700)
+    failed = {"state": "failed", "restarts": 8, "last_exit": "exit code 1"}
+    run_file = {"pids": {"collector": os.getpid()}, "urls": {}, "children": {"pipeline": failed}}
+    (settings.workspace / "run.json").write_text(json.dumps(run_file))
+    found = diagnose(settings)
+    told = {check.name: check for check in found.checks}
+    assert not found.healthy
+    assert told["process pipeline"].status == "fail"
+    assert "given up after 8 restarts (exit code 1)" in told["process pipeline"].message
+
+
 def test_doctor_and_verify_as_commands(tmp_path):
     workspace = tmp_path / "workspace"
     settings = settings_of(tmp_path)

@@ -11,7 +11,7 @@ import platform
 import shutil
 import sqlite3
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,19 @@ def _parent(path: Path) -> Path:
     return path
 
 
+def _given_up(run: Mapping[str, Any]) -> Iterator[Check]:
+    """Processes that the running supervisor no longer starts."""
+    for name, child in run.get("children", {}).items():
+        if child.get("state") == "failed":
+            why = child.get("last_exit") or "no reason known"
+            yield Check(
+                f"process {name}",
+                "fail",
+                f"given up after {child.get('restarts', 0)} restarts ({why}): the log of `spanloop up` says why; "
+                "what was acknowledged is kept, stop `spanloop up` and start it again after the repair",
+            )
+
+
 def _port_checks(settings: Settings) -> Iterator[Check]:
     run = read_run(settings.workspace)
     pids = {name: int(pid) for name, pid in run.get("pids", {}).items() if process_name(int(pid))}
@@ -159,6 +172,8 @@ def _port_checks(settings: Settings) -> Iterator[Check]:
         yield Check("processes", "ok", f"running: {running}")
     else:
         yield Check("processes", "ok", "none running; start them with `spanloop up`")
+    if pids:
+        yield from _given_up(run)
     for name in SERVERS:
         section = getattr(settings, name)
         if name in pids:
