@@ -167,6 +167,16 @@ def test_a_file_without_spans_says_so(tmp_path, text):
     assert "holds no spans" in done.stderr
 
 
+def test_spans_that_say_nothing_of_agents_are_told(tmp_path):
+    span = {"traceId": "5b8efff798038103d269b633813fc60c", "spanId": "eee19b7ec3c1b174", "name": "GET /", "kind": 2,
+            "startTimeUnixNano": "1544712660000000000", "endTimeUnixNano": "1544712661000000000"}  # fmt: skip
+    path = tmp_path / "plain.jsonl"
+    path.write_text(json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}))
+    done = run(assemble, path)
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert "none of the 1 spans in" in done.stderr
+
+
 def test_a_pipe_and_standard_input_are_read_once(tmp_path):
     wanted = run(assemble, RECORDING, "--ndjson").stdout
     done = CliRunner().invoke(

@@ -154,6 +154,18 @@ def test_the_verb(tmp_path):
     assert shown.exit_code == 0, shown.output
     assert "at most 3 agents at once" in shown.output
     assert "result helper_a, result helper_b" in shown.output
+    config = tmp_path / "settings.toml"
+    config.write_text(f'workspace = "{tmp_path}"')
+    for verb in (
+        ["explain", "pomdp", name],
+        ["explain", "failure", name],
+        ["explain", "credit", name],
+        ["traces"],
+    ):
+        by_folder = run(_cli, [*verb, "--workspace", str(tmp_path)])
+        by_file = run(_cli, [*verb, "--config", str(config)])
+        assert (by_file.exit_code, by_file.output) == (by_folder.exit_code, by_folder.output)
+        assert str(by_file.exception) == str(by_folder.exception)
     told = json.loads(
         run(
             _cli, ["explain", "pomdp", name, "--workspace", str(tmp_path), "--json", "--agent", "lead"]

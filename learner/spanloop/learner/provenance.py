@@ -62,7 +62,9 @@ def policy_config(workspace: Path, state: PromotionState) -> Shape:
     """Shape of the workspace's policy. Raises SchemaError when version 0 is not there."""
     first = state.versions.get(0)
     if first is None:
-        raise SchemaError("this workspace has no policy yet; `spanloop up` starts one")
+        raise SchemaError(
+            "this workspace has no policy yet: the learner makes the first one, and `spanloop doctor` says what it still needs"
+        )
     return read_manifest(workspace / first.path).config
 
 

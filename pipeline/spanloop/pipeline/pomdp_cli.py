@@ -21,9 +21,12 @@ __all__ = ["pomdp"]
 @click.command()
 @click.argument("orchestration_id", metavar="ID")
 @click.option("--agent", default="", help="Only this agent (name, role or id).")
+@click.option("--config", type=click.Path(path_type=Path), help="Settings file (TOML).")
 @click.option("--workspace", type=click.Path(path_type=Path), help="Folder of the workspace. Default: the settings' one.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; times in nanoseconds since 1970.")
-def pomdp(orchestration_id: str, agent: str, workspace: Path | None, as_json: bool) -> None:
+def pomdp(
+    orchestration_id: str, agent: str, workspace: Path | None, config: Path | None, as_json: bool
+) -> None:
     """Who was active when, and what each agent saw and did: the orchestration ID as a Dynamic-Dec-POMDP.
 
     \b
@@ -34,7 +37,7 @@ def pomdp(orchestration_id: str, agent: str, workspace: Path | None, as_json: bo
     A step is a model call: what the agent had seen since the last one, and what it did by it. The same is in SQL:
     spanloop query "FROM pomdp('3fa9')" and "FROM active_agents('3fa9')".
     """
-    settings = load_settings(None, {"workspace": workspace} if workspace is not None else None)
+    settings = load_settings(config, {"workspace": workspace} if workspace is not None else None)
     content = _last_content(settings, orchestration_id)
     trace = _only(pomdp_of(content), agent)
     if as_json:

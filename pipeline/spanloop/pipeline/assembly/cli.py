@@ -84,6 +84,8 @@ def assemble(path: Path, form: str | None, shape: str, tenant: str) -> None:
         if not spans and not rejected:
             click.echo(f"{path} holds no spans", err=True)
         found = assemble_spans(spans, tenant)
+        if spans and not found:
+            click.echo(f"none of the {len(spans)} spans in {path} says anything of agents", err=True)
     _print_all(found, form or ("table" if sys.stdout.isatty() else "ndjson"), shape)
     if rejected:
         click.echo(f"{len(rejected)} spans or records could not be read and were left out:", err=True)
@@ -173,6 +175,7 @@ def _print_objects(objects: Iterable[dict[str, Any]], form: str) -> None:
 
 
 @click.command()
+@click.option("--config", type=click.Path(path_type=Path), help="Settings file (TOML).")
 @click.option("--workspace", type=click.Path(path_type=Path), help="Folder of the workspace. Default: the settings' one.")  # fmt: skip
 @_forms
 @click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="Newest so many.")
@@ -184,7 +187,7 @@ def _print_objects(objects: Iterable[dict[str, Any]], form: str) -> None:
     show_default=True,
     help="survey: whole traces in the survey's format, one a line; what was imported from it comes out as it was.",
 )
-def traces(workspace: Path | None, form: str | None, limit: int, shape: str) -> None:
+def traces(workspace: Path | None, config: Path | None, form: str | None, limit: int, shape: str) -> None:
     """List the orchestrations of a workspace, newest first: last revision, agents, tokens, reward, policy
     versions.
 
@@ -193,7 +196,7 @@ def traces(workspace: Path | None, form: str | None, limit: int, shape: str) -> 
     spanloop traces --ndjson | jq 'select(.reward == null)'
     spanloop traces --format survey --limit 100 > survey.jsonl
     """
-    settings = load_settings(None, {"workspace": workspace} if workspace is not None else None)
+    settings = load_settings(config, {"workspace": workspace} if workspace is not None else None)
     if shape == "survey":
         _print_objects(_documents(settings, limit), "json" if form == "json" else "ndjson")
         return

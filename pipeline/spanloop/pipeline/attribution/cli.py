@@ -19,9 +19,12 @@ __all__ = ["failure"]
 @click.command()
 @click.argument("orchestration_id", metavar="ID")
 @click.option("--top", default=5, show_default=True, type=click.IntRange(min=1), help="Steps in the table.")
+@click.option("--config", type=click.Path(path_type=Path), help="Settings file (TOML).")
 @click.option("--workspace", type=click.Path(path_type=Path), help="Folder of the workspace. Default: the settings' one.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="One JSON object with every agent and step.")
-def failure(orchestration_id: str, top: int, workspace: Path | None, as_json: bool) -> None:
+def failure(
+    orchestration_id: str, top: int, workspace: Path | None, config: Path | None, as_json: bool
+) -> None:
     """Which agent and which step made the orchestration ID fail, with probabilities. Calls no model.
 
     \b
@@ -35,7 +38,7 @@ def failure(orchestration_id: str, top: int, workspace: Path | None, as_json: bo
     """
     from spanloop.pipeline.log.open import open_log
 
-    settings = load_settings(None, {"workspace": workspace} if workspace is not None else None)
+    settings = load_settings(config, {"workspace": workspace} if workspace is not None else None)
     log = open_log(settings, create=False)
     try:
         found = explain_failure(log, orchestration_id)

@@ -42,13 +42,22 @@ explain.add_command(failure)
 @click.option(
     "--token", is_flag=True, help="Down to the tokens; without it the tree ends at messages and tool calls."
 )
+@click.option("--config", type=click.Path(path_type=Path), help="Settings file (TOML).")
 @click.option(
     "--workspace",
     type=click.Path(path_type=Path),
     help="Folder of the workspace. Default: the settings' one.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object with every account.")
-def credit(orchestration_id: str, agent: str, token: bool, workspace: Path | None, as_json: bool) -> None:
+def credit(
+    orchestration_id: str,
+    *,
+    agent: str,
+    token: bool,
+    workspace: Path | None,
+    config: Path | None,
+    as_json: bool,
+) -> None:
     """Credit of the orchestration ID (the beginning of an id is enough when it is the only one).
 
     \b
@@ -60,7 +69,7 @@ def credit(orchestration_id: str, agent: str, token: bool, workspace: Path | Non
     """
     from spanloop.pipeline.log.open import open_log
 
-    settings = load_settings(None, {"workspace": workspace} if workspace is not None else None)
+    settings = load_settings(config, {"workspace": workspace} if workspace is not None else None)
     log = open_log(settings, create=False)
     try:
         found = explain_credit(log, orchestration_id)
