@@ -103,6 +103,7 @@ def policies(context: click.Context, config_file: Path | None, workspace: Path |
     spanloop policies                          all versions and what serves
     spanloop policies show 12                  one version with its gates and canaries
     spanloop policies rollback --reason "..."  the champion before this one serves again
+    spanloop policies --workspace my-loop show 12   options stand before the verb
     """
     context.obj = _place(config_file, workspace, as_json)
     if context.invoked_subcommand is None:
