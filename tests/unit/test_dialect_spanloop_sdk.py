@@ -64,7 +64,7 @@ JSON = st.recursive(
     max_leaves=8,
 )
 KEYS = [names.TARGET, names.TARGET_ID, names.SOURCES, names.DECISION, names.OPTIONS, names.PROPENSITIES, names.CHOSEN,
-        names.BY_POLICY, names.DECIDED_BY, names.CALL, names.HARNESS, names.TRUNCATED, "gen_ai.operation.name",
+        names.BY_POLICY, names.STATE_NAMES, names.STATE_VALUES, names.DECIDED_BY, names.CALL, names.HARNESS, names.TRUNCATED, "gen_ai.operation.name",
         "gen_ai.agent.name", "gen_ai.transfer.mode"]  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def test_reading_is_total_and_survives_its_encoding(act, attributes):
     assert decode_operation(encode_operation(found)) == found
     decision = found.said.decision
     if decision is not None and decision.propensities:
-        assert names.menu_problem(decision.options, decision.propensities) == ""
+        assert names.menu_problem(decision.options, decision.propensities, decision.chosen) == ""
 
 
 def test_the_receiver_lets_the_sdks_words_pass_and_the_gateways_not():
@@ -93,3 +93,19 @@ def test_the_receiver_lets_the_sdks_words_pass_and_the_gateways_not():
         assert operation_of(kept).said.decision.propensities == (0.25, 0.75)
         assert redactor.reserved_removed == len(claimed)
         assert ("pat@" in repr(kept.attributes)) is training
+
+
+def test_a_choice_that_could_not_be_drawn_loses_the_propensities_and_is_counted():
+    op = operation_of(
+        span("stop", decision="stop", options=["stop", "go"], propensities=[0.0, 1.0], chosen="stop")
+    )
+    assert op.said.decision == Decision("stop", "stop", ("stop", "go"))
+    assert op.flags == ("bad_propensities",)
+
+
+def test_the_state_of_a_decision_is_sorted_and_finite():
+    state = {"state__names": ["margin", "budget", "bad"], "state__values": [2, 0.5, float("nan")]}
+    op = operation_of(span("stop", decision="stop", chosen="stop", **state))
+    assert op.said.decision.state == (("budget", 0.5), ("margin", 2.0))
+    op = operation_of(span("stop", decision="stop", chosen="stop", state__names=["a"], state__values=[]))
+    assert op.said.decision.state == ()

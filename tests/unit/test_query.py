@@ -38,6 +38,7 @@ from spanloop.schemas.events import (
 )
 from spanloop.schemas.orchestration import (
     Agent,
+    Decision,
     Edge,
     ModelCall,
     OrchestrationContent,
@@ -78,6 +79,7 @@ def orchestration(number: int, revision: int = 1, *, num_events: int = 2) -> Orc
             OrchestrationEvent(
                 id=f"{name}e{i}", type="spawn", agent="desk", t_ns=T0 + i, confidence=0.9, rule="agent_under_tool",
                 evidence=("s1",), to="specialist", tool="spawn", call_id="c1",
+                decision=Decision("spawn", "spawn", ("spawn", "alone"), (0.5, 0.5), True),
             )
             for i in range(num_events)
         ),

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from spanloop.pipeline.assembly.batch import assemble_spans
@@ -31,6 +32,7 @@ from spanloop.schemas.events import (
 )
 from spanloop.schemas.orchestration import (
     Agent,
+    Decision,
     ModelCall,
     OrchestrationContent,
     OrchestrationEvent,
@@ -216,6 +218,36 @@ def test_decisions_by_hand(tmp_path: Path) -> None:
     assert (first["action"], first["menu"], first["value"]) == ([7, 9], [[7], [8, 9]], 0.65)
     assert (first["credit"], first["credit_micro"], first["policy_version"]) == (0.25, 250_000, "policy@v3")
     assert (last["credit"], last["propensity"], last["menu"], last["value"]) == (0.15, None, None, None)
+
+
+def test_told_decisions_have_their_menu_and_propensity(tmp_path: Path) -> None:
+    revised = parallel()
+    assert revised.content is not None
+    first, *_, stop = revised.content.events
+    told = Decision("stop", "continue", ("stop", "continue"), (0.25, 0.75), False)
+    apart = OrchestrationEvent(
+        "not yet",
+        "orchestrator_decision",
+        "orch",
+        T0 + 9 * S,
+        1.0,
+        "said",
+        ("s3",),
+        agent_id="root",
+        decision=told,
+    )
+    plain = msgspec.structs.replace(stop, decision=Decision("stop", "stop"))
+    content = msgspec.structs.replace(revised.content, events=(first, apart, plain))
+    rows = ask(
+        [msgspec.structs.replace(revised, content=content)], tmp_path, "FROM decisions ORDER BY t, event_id"
+    )
+    assert [(r["decision"], r["kind"], r["chosen"], r["propensity"]) for r in rows] == [
+        ("O1", "spawn", "a", None), ("O5", "stop", "continue", 0.75), ("O5", "stop", "stop", None),
+    ]  # fmt: skip
+    assert [(r["options"], r["propensities"], r["by_policy"]) for r in rows[1:]] == [
+        (["stop", "continue"], [0.25, 0.75], False),
+        (None, None, None),
+    ]
 
 
 def versions() -> list[Event]:

@@ -117,7 +117,7 @@ TABLES: dict[str, Table] = {
         _table(
             "events", topics.ORCHESTRATIONS, **_ORCHESTRATION, id=_STR, type=_STR, agent=_STR, agent_id=_STR, to_agent=_STR,
             to_id=_STR, tool=_STR, status=_STR, triggered=_BOOL, mode=_STR, t=_TIME, t_ns=_INT, confidence=_FLOAT, rule=_STR,
-            evidence=_STRS, call_id=_STR,
+            evidence=_STRS, call_id=_STR, decision_kind=_STR, chosen=_STR, options=_STRS, propensities=_FLOATS, by_policy=_BOOL,
         ),
         _table("edges", topics.ORCHESTRATIONS, **_ORCHESTRATION, src=_STR, dst=_STR, type=_STR),
         _table(

@@ -61,11 +61,13 @@ _ONCE = """SELECT * EXCLUDE (partition, "offset", nth) FROM (
   SELECT *, row_number() OVER (PARTITION BY {key} ORDER BY partition, "offset") AS nth FROM t_{table}) WHERE nth = 1"""
 
 _DECISIONS_SQL = """SELECT e.tenant, e.orchestration_id, e.revision,
-  CASE e.type WHEN 'spawn' THEN 'O1' WHEN 'delegate' THEN 'O2' WHEN 'message' THEN 'O3' WHEN 'aggregate' THEN 'O4' ELSE 'O5' END
-    AS decision,
-  e.type AS kind, e.agent, e.agent_id, coalesce(nullif(e.to_agent, ''), nullif(e.tool, ''), e.type) AS chosen, e.id AS event_id,
-  nullif(e.call_id, '') AS call_id, e.t, s.policy_version, s.action, s.menu, s.propensity, s.value, c.credit, c.credit_micro,
-  e.confidence, e.rule
+  CASE coalesce(e.decision_kind, e.type) WHEN 'spawn' THEN 'O1' WHEN 'delegate' THEN 'O2' WHEN 'message' THEN 'O3'
+    WHEN 'aggregate' THEN 'O4' ELSE 'O5' END AS decision,
+  coalesce(e.decision_kind, e.type) AS kind, e.agent, e.agent_id,
+  coalesce(nullif(e.chosen, ''), nullif(e.to_agent, ''), nullif(e.tool, ''), e.type) AS chosen, e.id AS event_id,
+  nullif(e.call_id, '') AS call_id, e.t, s.policy_version, s.action, s.menu,
+  coalesce(e.propensities[list_position(e.options, e.chosen)], s.propensity) AS propensity, s.value, c.credit, c.credit_micro,
+  e.confidence, e.rule, e.options, e.propensities, e.by_policy
 FROM events e
 LEFT JOIN (SELECT hash(tenant, orchestration_id) AS job, hash(call_id) AS call, policy_version, response_token_ids AS action,
     menu_ids AS menu, exp(list_sum(logprobs)) AS propensity,
@@ -74,8 +76,8 @@ LEFT JOIN (SELECT hash(tenant, orchestration_id) AS job, hash(call_id) AS call, 
 LEFT JOIN (SELECT hash(tenant, orchestration_id) AS job, hash(subject) AS call, credit, credit_micro
   FROM credits WHERE unit = 'message' AND label = 'decision') c
   ON c.job = hash(e.tenant, e.orchestration_id) AND c.call = hash(e.call_id)
-WHERE e.type IN ('spawn', 'delegate', 'message', 'aggregate', 'stop')"""
-"""A decision's propensity is that of the model call that took it: the product over its response tokens. Its value is what the
+WHERE e.type IN ('spawn', 'delegate', 'message', 'aggregate', 'stop') OR e.decision_kind IS NOT NULL"""
+"""A decision that its program told has the menu and the propensities told, also where it was not to act. Else its propensity is that of the model call that took it: the product over its response tokens. Its value is what the
 value model gave the option chosen at the last of them, which is the value of having decided so. Joined by two 64-bit hashes:
 with three texts as key the tables of ten million spans would not fit in a gibibyte."""
 _DECISION_TABLES = ("events", "orchestrations", "samples", "sample_heads", "credits", "credit_heads")

@@ -53,6 +53,8 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
     """Probability of each option under whatever drew it, exploration included; sums to 1. Empty: not told or unusable."""
     by_policy: bool | None = None
     """Whether the policy chose, and not a rule, an exploration draw or a person; None: not told."""
+    state: tuple[tuple[str, float], ...] = ()
+    """What the decider saw, as (name, number), sorted by name: vote_margin, verifier_score, budget_left, ..."""
 
 
 class OrchestrationEvent(msgspec.Struct, frozen=True, omit_defaults=True):

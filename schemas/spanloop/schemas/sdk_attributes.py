@@ -46,6 +46,8 @@ DECISIONS = ("spawn", "delegate", "message", "aggregate", "stop")
 OPTIONS_MAX = 256
 """Options of one decision; a longer menu is cut and its propensities are unusable."""
 OPTION_CHARS = 128
+STATE_MAX = 16
+"""Numbers that describe the situation of one decision."""
 SOURCES_MAX = 1024
 
 ACT = "spanloop.sdk.act"
@@ -61,6 +63,9 @@ PROPENSITIES = "spanloop.sdk.propensities"
 """Probability with which each option was drawn, in the order of OPTIONS."""
 CHOSEN = "spanloop.sdk.chosen"
 BY_POLICY = "spanloop.sdk.by_policy"
+STATE_NAMES = "spanloop.sdk.state.names"
+STATE_VALUES = "spanloop.sdk.state.values"
+"""What the decider saw, numbers in the order of STATE_NAMES."""
 DECIDED_BY = "spanloop.sdk.decided_by"
 """Span id of the decision that an act carries out."""
 CALL = "spanloop.sdk.call"
@@ -73,11 +78,13 @@ TRUNCATED = "spanloop.sdk.truncated"
 _SUM_TOLERANCE = 1e-3
 
 
-def menu_problem(options: tuple[str, ...], propensities: tuple[float, ...]) -> str:
-    """Why propensities are unusable; empty when they are a distribution over the options.
+def menu_problem(options: tuple[str, ...], propensities: tuple[float, ...], chosen: str = "") -> str:
+    """Why propensities are unusable; empty when they are a distribution over the options under which ``chosen`` can be drawn.
 
     >>> menu_problem(("a", "b"), (0.25, 0.75)), menu_problem(("a", "b"), (0.5, 0.4))
     ('', 'they sum to 0.9, expected 1')
+    >>> menu_problem(("a", "b"), (0.0, 1.0), "a")
+    'the choice has propensity 0, it could not be drawn'
     """
     if len(options) != len(propensities):
         return f"{len(propensities)} for {len(options)} options"
@@ -86,4 +93,8 @@ def menu_problem(options: tuple[str, ...], propensities: tuple[float, ...]) -> s
     if not all(math.isfinite(p) and 0.0 <= p <= 1.0 for p in propensities):
         return "one is outside 0..1"
     total = math.fsum(propensities)
-    return "" if abs(total - 1.0) <= _SUM_TOLERANCE else f"they sum to {total:.6g}, expected 1"
+    if abs(total - 1.0) > _SUM_TOLERANCE:
+        return f"they sum to {total:.6g}, expected 1"
+    if chosen in options and propensities[options.index(chosen)] == 0.0:
+        return "the choice has propensity 0, it could not be drawn"
+    return ""

@@ -3,7 +3,7 @@ guardrail.
 
 Each function makes a block for ``with``, ``async with`` or as a decorator; ``.now()`` records a moment. The acts that decide
 (spawn, delegate, message, aggregate, stop) take the menu of the decision: ``options``, ``propensities`` (the probability with which
-each option was drawn), ``chosen``, ``by_policy``, or ``decision=``, the block of a decision that was told apart; ``call``, the
+each option was drawn), ``chosen``, ``by_policy``, ``state`` (what the decider saw, names and numbers), or ``decision=``, the block of a decision that was told apart; ``call``, the
 model call that decided (a block or a response id).
 """
 
@@ -36,6 +36,7 @@ class Menu(TypedDict, total=False):
     propensities: Any
     chosen: Any
     by_policy: bool | None
+    state: Any
     decision: Any
     call: Any
     attributes: Mapping[str, Any] | None
@@ -138,6 +139,7 @@ def decision(
     *,
     chosen: Any = None,
     by_policy: bool | None = None,
+    state: Any = None,
     call: Any = None,
     attributes: Mapping[str, Any] | None = None,
 ) -> Decision:
@@ -146,7 +148,9 @@ def decision(
 
     def spec() -> Spec:
         found = attributes_of("decision", attributes)
-        add_decision(found, _values.label(kind, found), options, propensities, chosen, by_policy=by_policy)
+        add_decision(
+            found, _values.label(kind, found), options, propensities, chosen, by_policy=by_policy, state=state
+        )
         if call is not None:
             found[names.CALL] = _id_of(call) or _values.label(call, found)
         return Spec(f"decide {found[names.DECISION]}", found)
@@ -225,11 +229,13 @@ def _act(
             found[names.TARGET] = name
             if isinstance(to, Block) and to.span_id:
                 found[names.TARGET_ID] = to.span_id
-        if any(menu.get(key) is not None for key in ("options", "propensities", "chosen", "by_policy")):
+        if any(
+            menu.get(key) is not None for key in ("options", "propensities", "chosen", "by_policy", "state")
+        ):
             usual = _values.label(likely, found) or act
             guesses = (name, usual) if name else (usual,)
             add_decision(found, act, menu.get("options"), menu.get("propensities"), menu.get("chosen"),
-                         likely=guesses, by_policy=menu.get("by_policy"))  # fmt: skip
+                         likely=guesses, by_policy=menu.get("by_policy"), state=menu.get("state"))  # fmt: skip
         decided = _id_of(menu.get("decision"))
         if decided:
             found[names.DECIDED_BY] = decided

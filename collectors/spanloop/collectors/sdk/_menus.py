@@ -22,11 +22,13 @@ def add_decision(
     *,
     likely: tuple[str, ...] = (),
     by_policy: Any = None,
+    state: Any = None,
 ) -> None:
     """Add a decision's attributes.
 
     Args:
         likely: what was chosen where ``chosen`` is None: the first of them that is an option, else the first.
+        state: what the decider saw: a mapping from names to numbers.
     """
     menu = _values.labels(options, attributes, names.OPTIONS_MAX, names.OPTION_CHARS)
     if chosen is not None:
@@ -38,11 +40,13 @@ def add_decision(
         attributes[names.CHOSEN] = choice
     if menu:
         attributes[names.OPTIONS] = menu
+    if state is not None:
+        _add_state(attributes, state)
     if isinstance(by_policy, bool):
         attributes[names.BY_POLICY] = by_policy
     if propensities is not None:
         shares = _values.probabilities(propensities, attributes)
-        problem = names.menu_problem(tuple(menu), tuple(shares))
+        problem = names.menu_problem(tuple(menu), tuple(shares), choice)
         if problem:
             failed(MENU_FAILED, f"propensities are unusable: {problem}")
         attributes[names.PROPENSITIES] = shares
@@ -50,3 +54,14 @@ def add_decision(
         failed(MENU_FAILED, f"a decision is one of {', '.join(names.DECISIONS)}")
     elif choice and menu and choice not in menu:
         failed(MENU_FAILED, "the choice is not among the options")
+
+
+def _add_state(attributes: dict[str, Any], state: Any) -> None:
+    if not isinstance(state, dict):
+        attributes[names.TRUNCATED] = True
+        return
+    if len(state) > names.STATE_MAX:
+        attributes[names.TRUNCATED] = True
+    listed = list(state.items())[: names.STATE_MAX]
+    attributes[names.STATE_NAMES] = _values.labels([name for name, _ in listed], attributes, names.STATE_MAX)
+    attributes[names.STATE_VALUES] = _values.probabilities([value for _, value in listed], attributes)

@@ -14,7 +14,7 @@ from spanloop.pipeline.columns.cells import Columns, Decoded, Owners, count, fla
 from spanloop.pipeline.ports import LogRecord
 from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.events import OrchestrationRevised, decode, encode
-from spanloop.schemas.orchestration import Agent, TokenUsage
+from spanloop.schemas.orchestration import Agent, Decision, TokenUsage
 
 __all__ = ["orchestration_columns"]
 
@@ -35,6 +35,7 @@ class _Event(msgspec.Struct, gc=False):
     triggered: bool | None = None
     mode: str = ""
     call_id: str = ""
+    decision: Decision | None = None
 
 
 class _Edge(msgspec.Struct, gc=False):
@@ -169,6 +170,18 @@ def _events(rows: Decoded) -> Columns:
         "rule": [e.rule for e in events],
         "evidence": [e.evidence for e in events],
         "call_id": [e.call_id for e in events],
+        **_decided([e.decision for e in events]),
+    }
+
+
+def _decided(told: list[Decision | None]) -> Columns:
+    """What programs told of their decisions; NULL where nothing was told."""
+    return {
+        "decision_kind": [None if d is None else d.kind for d in told],
+        "chosen": [None if d is None else d.chosen for d in told],
+        "options": [None if d is None or not d.options else d.options for d in told],
+        "propensities": [None if d is None or not d.propensities else d.propensities for d in told],
+        "by_policy": [None if d is None else d.by_policy for d in told],
     }
 
 

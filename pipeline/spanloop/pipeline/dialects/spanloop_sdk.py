@@ -1,12 +1,13 @@
 """Spans of our own SDK: what a program says outright of its acts, read without inference.
 
 Runs, tools, model calls and guardrails are GenAI spans with claims beside; spawn, delegate, message, aggregate, stop and decision
-have spans of their own. A menu whose probabilities are no distribution keeps its options and loses them (flag
-``bad_propensities``); a choice that is not on its menu is kept and flagged (``choice_not_on_menu``).
+have spans of their own. A menu whose probabilities are no distribution, or say that its choice could not be made, keeps its options
+and loses them (flag ``bad_propensities``); a choice that is not on its menu is kept and flagged (``choice_not_on_menu``).
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from spanloop.pipeline.dialects import genai
@@ -73,7 +74,7 @@ def _decision(attributes: dict[str, Any]) -> tuple[Decision | None, tuple[str, .
     propensities: tuple[float, ...] = ()
     if given is not None:
         propensities = _floats(given)
-        if not propensities or names.menu_problem(options, propensities):
+        if not propensities or names.menu_problem(options, propensities, chosen):
             propensities = ()
             doubts.append("bad_propensities")
     if options and chosen not in options:
@@ -84,8 +85,18 @@ def _decision(attributes: dict[str, Any]) -> tuple[Decision | None, tuple[str, .
         options=tuple(dict.fromkeys(options)),
         propensities=propensities,
         by_policy=by_policy if isinstance(by_policy, bool) else None,
+        state=_state(attributes),
     )
     return decision, tuple(doubts)
+
+
+def _state(attributes: dict[str, Any]) -> tuple[tuple[str, float], ...]:
+    """Named numbers; none where the two lists do not fit."""
+    named = _labels(attributes.get(names.STATE_NAMES), names.STATE_MAX)
+    values = _floats(attributes.get(names.STATE_VALUES))
+    if len(named) != len(values):
+        return ()
+    return tuple(sorted({n: v for n, v in zip(named, values, strict=True) if n and math.isfinite(v)}.items()))
 
 
 def _label(value: Any) -> str:
