@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,13 +13,15 @@ from spanloop.learner.arrays import collate
 from spanloop.learner.batches import to_rollout
 from spanloop.learner.losses import FullVocabulary, decision_log_probs, joined, policy_loss
 from spanloop.learner.model import TensorBatch
+from spanloop.learner.objectives.registry import OBJECTIVES
 from spanloop.schemas.events import Sample, SamplesBuilt
 
 
 def loss(theta_N: Any, prox_N: Any, behaviour_N: Any, advantage: float, **options: Any) -> Any:
     """``policy_loss`` of decisions that are all over a vocabulary of 10."""
     count = len(theta_N)
-    arguments: dict[str, Any] = {"exploration": 0.0, "clip": 0.2, "cap": 1.3, "temperature": 0.0, **options}
+    arguments: dict[str, Any] = {"exploration": 0.0, "temperature": 0.0, **options}
+    objective = msgspec.structs.replace(OBJECTIVES["decoupled_ppo"], cap=arguments.pop("cap", 1.3))
     entropy = torch.as_tensor(arguments.pop("entropy", [0.0] * count))
     return policy_loss(
         torch.as_tensor(theta_N)[:, None],
@@ -30,6 +33,9 @@ def loss(theta_N: Any, prox_N: Any, behaviour_N: Any, advantage: float, **option
         values_NK=torch.zeros(count, 1),
         valued_N=torch.zeros(count, dtype=torch.bool),
         weight_N=torch.full((count,), 1.0 / count),
+        seq_N=torch.zeros(count, dtype=torch.int64),
+        num=1,
+        objective=objective,
         full=FullVocabulary(torch.ones(count, dtype=torch.bool), entropy, 10),
         **arguments,
     )
@@ -81,7 +87,8 @@ def test_loss_and_gradient_from_logits_as_written_out() -> None:
     terms = policy_loss(
         theta, open_NK=opened, prox_NK=prox, behaviour_N=behaviour, chosen_N=chosen, advantage_N=advantage,
         values_NK=torch.zeros(4, 3, dtype=torch.float64), valued_N=torch.zeros(4, dtype=torch.bool), weight_N=weight,
-        exploration=0.0, clip=0.2, cap=2.0, temperature=0.1, full=FullVocabulary(full, entropy, 7),
+        seq_N=torch.arange(4), num=4, exploration=0.0, objective=OBJECTIVES["decoupled_ppo"], temperature=0.1,
+        full=FullVocabulary(full, entropy, 7),
     )  # fmt: skip
     terms.loss.backward()
 

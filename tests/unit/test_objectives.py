@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 import torch
 from torch import Tensor
 
+from spanloop.learner.arrays import collate
+from spanloop.learner.batches import Call, Decision, Rollout
 from spanloop.learner.losses import k3
+from spanloop.learner.model import TensorBatch
 from spanloop.learner.objectives.means import MEANS, token_weights, value_loss
 from spanloop.learner.objectives.ratios import accepted, interpolated_proximal, weights
 from spanloop.learner.objectives.registry import OBJECTIVES, Objective, token_losses
 from spanloop.learner.objectives.surrogates import Clip, Surrogate, Tokens, cispo, gspo, ppo, reinforce
+from spanloop.learner.policy import PolicyConfig, PolicyNet
+from spanloop.learner.update import Hyper, Updater, hyper_of
+from spanloop.schemas.settings import Learner, load_settings
 
 REFERENCE: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "golden" / "objectives" / "reference.json").read_text()
@@ -194,3 +201,68 @@ def test_unknown_names_are_refused() -> None:
         token_weights(SEQ, NUM, "mean")
     with pytest.raises(ValueError, match="horizon"):
         token_weights(SEQ, NUM, "seq-mean-token-sum-norm")
+
+
+def test_settings_name_every_objective_and_mean() -> None:
+    fields = Learner.model_fields
+    assert set(get_args(fields["objective"].annotation)) == set(OBJECTIVES)
+    assert set(get_args(fields["weighting"].annotation)) == {"", "decision", "rollout", *MEANS}
+
+
+def test_an_objective_brings_its_numbers_and_settings_overrule_them() -> None:
+    def hyper(**learner: Any) -> Hyper:
+        return hyper_of(load_settings(flags={"learner": learner}))
+
+    assert hyper(objective="dapo").named().clip == Clip(0.2, 0.28, 0.0)
+    assert hyper(objective="dapo", clip=0.1).named().clip == Clip(0.1, 0.1, 0.0)
+    assert hyper(objective="ppo").named().clip.dual == 3.0
+    assert hyper(objective="sequence_tis").named().cap == 5.0
+    assert hyper(objective="sequence_tis", ratio_cap=3.0).named().cap == 3.0
+    assert hyper(objective="dr_grpo").horizon == 64
+    assert hyper(objective="grpo").weighting == "seq-mean-token-mean"
+    assert hyper(objective="grpo", weighting="rollout").weighting == "rollout"
+    assert hyper().named() == msgspec.structs.replace(OBJECTIVES["decoupled_ppo"])
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_learns(name: str) -> None:
+    """A bandit over words: what pays becomes likely, from samples of an older policy."""
+    updater = Updater(
+        PolicyNet.initial(PolicyConfig(vocabulary_size=8, context=8, width=16, layers=1, heads=2), 0)
+    )
+    hyper = msgspec.structs.replace(
+        hyper_of(load_settings(flags={"learner": {"objective": name}})),
+        learning_rate=3e-3, epochs=2, entropy_start=0.0, entropy_end=0.0, exploration=0.0, horizon=1,
+    )  # fmt: skip
+    for batch in range(1, 13):
+        updater.train(_bandit(updater, seed=batch), hyper, batch)
+    assert _chance(updater) > 0.5, _chance(updater)
+
+
+MENU = (2, 3, 4)
+
+
+def _probabilities(updater: Updater) -> list[float]:
+    call = Call((1, 2), (Decision(0, MENU, 0, 0.0, 0.0),))
+    batch = TensorBatch.of(collate([Rollout("o", 1, "g", 0.0, 0.0, (0,), (call,))]))
+    with torch.no_grad():
+        return updater.net.decide(batch)[0][0].exp().tolist()
+
+
+def _chance(updater: Updater) -> float:
+    return _probabilities(updater)[1]
+
+
+def _bandit(updater: Updater, seed: int) -> list[Rollout]:
+    """32 rollouts that took options as the policy does now; the second pays."""
+    chances = torch.tensor(_probabilities(updater), dtype=torch.float64)
+    taken = torch.multinomial(
+        chances, 32, replacement=True, generator=torch.Generator().manual_seed(seed)
+    ).tolist()
+    mean = sum(choice == 1 for choice in taken) / len(taken)
+    made = []
+    for number, choice in enumerate(taken):
+        decision = Decision(0, MENU, choice, math.log(float(chances[choice])), float(choice == 1) - mean)
+        call = Call((1, MENU[choice]), (decision,))
+        made.append(Rollout(f"o{number}", 1, "g", float(choice == 1), mean, (0,), (call,)))
+    return made

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from spanloop.learner.batches import Rollout
 
-__all__ = ["Arrays", "collate", "minibatches", "standardised", "take"]
+__all__ = ["Arrays", "collate", "minibatches", "standardised", "summed", "take"]
 
 
 class Arrays(msgspec.Struct, frozen=True):
-    """A batch as arrays. ``weight_N`` sums to 1."""
+    """A batch as arrays. ``weight_N`` sums to 1, but see ``summed``."""
 
     ids_BT: NDArray[np.int64]
     lengths_B: NDArray[np.int64]
@@ -47,7 +47,8 @@ def collate(rollouts: Sequence[Rollout], *, weighting: str = "decision") -> Arra
     Args:
         rollouts: At least one, each with at least one decision.
         weighting: decision: every decision counts the same, which is the policy gradient of the mean return;
-            rollout: every orchestration counts the same, its rows by their ``weight`` (WideSeek, METHODS 2.5).
+            rollout: every orchestration counts the same, its rows by their ``weight`` (WideSeek, METHODS 2.5); or one of
+            ``objectives.means.MEANS``, whose sequences are the model calls.
     """
     calls = [(index, call) for index, rollout in enumerate(rollouts) for call in rollout.calls]
     flat = [(row, index, d) for row, (index, call) in enumerate(calls) for d in call.decisions]
@@ -64,8 +65,9 @@ def collate(rollouts: Sequence[Rollout], *, weighting: str = "decision") -> Arra
         menu_NK[n, : len(menu)] = menu
         open_NK[n, : len(menu)] = True
         values_NK[n, : len(d.values)] = d.values
-    if weighting == "rollout":
-        rows = [call.weight / len(call.decisions) for _, call in calls]
+    if weighting in ("rollout", "seq-mean-token-mean"):
+        whole = (call.weight if weighting == "rollout" else 1.0 for _, call in calls)
+        rows = [share / len(call.decisions) for share, (_, call) in zip(whole, calls, strict=True)]
         weight = np.array([rows[row] for row, _, _ in flat], np.float64)
     else:
         weight = np.ones(len(flat), np.float64)
@@ -107,6 +109,17 @@ def take(arrays: Arrays, part: Sequence[int]) -> tuple[Arrays, NDArray[np.int64]
         "rollout_B": arrays.rollout_B[keep_B],
     }
     return Arrays(**chosen, **rows), index_N
+
+
+def summed(arrays: Arrays, weighting: str, horizon: int) -> Arrays:
+    """Weights of the means that sum over a call's tokens: not 1 together, but tokens a call (over a constant ``horizon``), so that
+    a token counts the same in a batch of long and of short calls. Others stay as they are."""
+    if not weighting.startswith("seq-mean-token-sum"):
+        return arrays
+    scale = len(arrays.weight_N) / len(arrays.lengths_B)
+    if weighting.endswith("norm"):
+        scale /= horizon
+    return msgspec.structs.replace(arrays, weight_N=(arrays.weight_N * scale).astype(np.float32))
 
 
 def standardised(arrays: Arrays) -> Arrays:

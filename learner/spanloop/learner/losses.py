@@ -21,15 +21,17 @@ import msgspec
 import torch
 from torch import Tensor
 
+from spanloop.learner.objectives.ratios import SAFE
+from spanloop.learner.objectives.registry import Objective, token_losses
+from spanloop.learner.objectives.surrogates import Clip, Tokens
+
 __all__ = [
     "CLOSED",
     "FullVocabulary",
     "LossTerms",
-    "clipped_surrogate",
     "decision_log_probs",
     "effective_sample_size",
     "entropy",
-    "importance_weights",
     "joined",
     "k3",
     "menu_log_probs",
@@ -112,29 +114,6 @@ def with_exploration(
 def taken(logp_NK: Tensor, chosen_N: Tensor) -> Tensor:
     """Log-probability (N,) of the option that was taken; ``chosen_N`` is its index in the menu."""
     return logp_NK.gather(1, chosen_N[:, None])[:, 0]
-
-
-def importance_weights(
-    prox_N: Tensor, behaviour_N: Tensor, cap: float = math.inf, *, mask: bool = False
-) -> Tensor:
-    """w = exp(p - mu): truncated at ``cap`` (TIS), or set to 0 above it (MIS; the denominator keeps the token).
-
-    Source: METHODS 4.2; TIS and MIS as in AReaL (arXiv 2505.24298) and verl's rollout correction.
-    """
-    ratio_N = (prox_N - behaviour_N).exp()
-    return ratio_N * (ratio_N <= cap) if mask else ratio_N.clamp(max=cap)
-
-
-def clipped_surrogate(theta_N: Tensor, prox_N: Tensor, advantage_N: Tensor, clip: float) -> Tensor:
-    """min(r A, clip(r, 1 - eps, 1 + eps) A) for each token, r = exp(theta - p).
-
-    Times ``importance_weights`` it is decoupled PPO (AReaL, eq. 5). With the behaviour policy as ``prox_N`` and no
-    weight it is the two-policy "bypass".
-
-    Source: PPO, arXiv 1707.06347, eq. 7.
-    """
-    ratio_N = (theta_N - prox_N).exp()
-    return torch.minimum(ratio_N * advantage_N, ratio_N.clamp(1.0 - clip, 1.0 + clip) * advantage_N)
 
 
 def soft_greedy_divergence(
@@ -230,17 +209,18 @@ def policy_loss(
     values_NK: Tensor,
     valued_N: Tensor,
     weight_N: Tensor,
+    seq_N: Tensor,
+    num: int,
     exploration: float,
-    clip: float,
-    cap: float,
+    objective: Objective,
     temperature: float,
     forward: bool = True,
     full: FullVocabulary | None = None,
 ) -> LossTerms:
     """Loss to minimise: the weighted mean over decisions.
 
-    Decisions with counterfactual values (``valued_N``) use the all-action divergence, the others minus decoupled PPO on
-    the account's advantage and minus the entropy bonus. ``weight_N`` says how much each counts; sum 1 is a mean.
+    Decisions with counterfactual values (``valued_N``) use the all-action divergence, the others the objective on the
+    account's advantage and minus the entropy bonus. ``weight_N`` says how much each counts; sum 1 is a mean.
 
     Args:
         theta_NK: Log-probabilities under the policy in training, without exploration floor; carries the gradient.
@@ -252,24 +232,25 @@ def policy_loss(
         values_NK: Counterfactual values of the options, units of reward; ignored where not ``valued_N``.
         valued_N: True where ``values_NK`` is known.
         weight_N: Non-negative weights.
+        seq_N: Model call of each decision: what a sequence-level ratio is taken over.
+        num: Number of calls.
         exploration: Floor with which both policies are served.
-        clip: eps of the clip.
-        cap: Truncation of drift-one weights.
+        objective: What pushes the log-probabilities, with its correction of drift one.
         temperature: Coefficient of the entropy bonus; the all-action target's temperature.
         forward: Direction of the all-action divergence.
         full: Which decisions are over the whole vocabulary, with their entropies under theta; None: none.
     """
     theta_N = taken(with_exploration(theta_NK, open_NK, exploration, full), chosen_N)
     prox_N = taken(with_exploration(prox_NK, open_NK, exploration, full), chosen_N)
-    drift_N = importance_weights(prox_N, behaviour_N, cap)
+    drift_N = (prox_N - behaviour_N).detach().clamp(-SAFE, SAFE).exp()
     entropy_N = entropy(theta_NK)
     if full is not None:
         entropy_N = torch.where(full.full_N, full.entropy_N, entropy_N)
-    surrogate_N = drift_N * clipped_surrogate(theta_N, prox_N, advantage_N, clip)
+    pushed_N = token_losses(objective, Tokens(theta_N, prox_N, advantage_N, seq_N, num), behaviour_N)
     divergence_N = soft_greedy_divergence(
         theta_NK, values_NK, open_NK, max(temperature, TEMPERATURE_MIN), forward=forward
     )
-    loss_N = torch.where(valued_N, divergence_N, -surrogate_N - temperature * entropy_N)
+    loss_N = torch.where(valued_N, divergence_N, pushed_N - temperature * entropy_N)
     loss = (weight_N * loss_N).sum()
     with torch.no_grad():
         log_ratio_N = theta_N - prox_N
@@ -277,10 +258,15 @@ def policy_loss(
         return LossTerms(
             loss=loss,
             entropy=float((weight_N * entropy_N).sum() / total),
-            clipped=float(((log_ratio_N.exp() - 1.0).abs() > clip).to(weight_N.dtype).mean()),
+            clipped=float(_clipped(log_ratio_N, objective.clip).to(weight_N.dtype).mean()),
             kl=float(k3(log_ratio_N).mean()),
             ess=float(effective_sample_size(drift_N) / max(1, drift_N.numel())),
             weight=float(weight_N.sum()),
             decisions=drift_N.numel(),
             drift=(float(drift_N.sum()), float(drift_N.square().sum())),
         )
+
+
+def _clipped(log_ratio_N: Tensor, clip: Clip) -> Tensor:
+    ratio_N = log_ratio_N.exp()
+    return (ratio_N > 1.0 + clip.high) | (ratio_N < 1.0 - clip.low)

@@ -19,10 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spanloop.learner.arrays import collate, minibatches, standardised, take
+from spanloop.learner.arrays import collate, minibatches, standardised, summed, take
 from spanloop.learner.batches import Rollout, with_advantages
 from spanloop.learner.losses import CLOSED, LossTerms, joined, policy_loss
 from spanloop.learner.model import Policy, TensorBatch, scored
+from spanloop.learner.objectives.registry import OBJECTIVES, Objective
+from spanloop.learner.objectives.surrogates import Clip
 from spanloop.schemas.settings import Settings
 
 __all__ = ["Hyper", "TensorBatch", "Updater", "exact_numerics", "hyper_of", "initialise_torch"]
@@ -36,6 +38,7 @@ class Hyper(msgspec.Struct, frozen=True):
     epochs: int
     minibatch_orchestrations: int
     clip: float
+    """Trust region below 1; above it too, unless ``clip_high`` is set."""
     entropy_start: float
     entropy_end: float
     entropy_updates: int
@@ -48,12 +51,25 @@ class Hyper(msgspec.Struct, frozen=True):
     """Gradients are scaled down to this norm."""
     weight_decay: float = 0.0
     weighting: str = "decision"
+    """decision, rollout, or one of ``objectives.means.MEANS``."""
+    objective: str = "decoupled_ppo"
+    """One of ``objectives.registry.OBJECTIVES``."""
+    clip_high: float = 0.0
+    """0: as ``clip``."""
+    dual_clip: float = 0.0
+    horizon: int = 0
+    """Longest response in tokens, for seq-mean-token-sum-norm."""
     divergence: str = "reverse"
     """Direction of the all-action divergence, forward or reverse."""
     microbatch_tokens: int = 8192
     """Padded tokens that go through a large model at once (``Policy.microbatched``); less needs less memory."""
     standardise: bool = True
     """Divide account advantages by their root mean square over the batch (values keep their unit)."""
+
+    def named(self) -> Objective:
+        """The objective with this update's numbers."""
+        clip = Clip(self.clip, self.clip_high or self.clip, self.dual_clip)
+        return msgspec.structs.replace(OBJECTIVES[self.objective], clip=clip, cap=self.ratio_cap)
 
     def temperature(self, batch: int) -> float:
         """Coefficient of the entropy for batch number ``batch`` (1, 2, ...): from start to end in equal steps, in equal
@@ -72,9 +88,20 @@ class Hyper(msgspec.Struct, frozen=True):
 
 
 def hyper_of(settings: Settings) -> Hyper:
-    """The hyper-parameters that settings ask for."""
+    """The hyper-parameters that settings ask for; where they say nothing, the objective's own."""
     names = set(Hyper.__struct_fields__)
     values: dict[str, Any] = {k: v for k, v in settings.learner.model_dump().items() if k in names}
+    named = OBJECTIVES[settings.learner.objective]
+    high = named.clip.high if not values["clip"] else 0.0
+    own = {
+        "clip": named.clip.low,
+        "clip_high": high,
+        "dual_clip": named.clip.dual,
+        "ratio_cap": named.cap,
+        "weighting": named.mean,
+        "horizon": settings.learner.max_length if settings.learner.model else settings.learner.context,
+    }
+    values |= {name: value for name, value in own.items() if not values[name]}
     return Hyper(exploration=settings.serving.exploration, **values)
 
 
@@ -153,6 +180,7 @@ class Updater:
             )
             for part in split:
                 few, index_N = take(arrays, part)
+                few = summed(few, hyper.weighting, hyper.horizon)
                 chosen_NK = prox_NK[torch.from_numpy(index_N)]
                 history.extend(self._step(TensorBatch.of(few), chosen_NK, hyper, temperature))
         return _summary(history) | {"temperature": temperature, **{k: float(v) for k, v in notes.items()}}
@@ -205,9 +233,10 @@ class Updater:
             values_NK=tensors.values_NK,
             valued_N=tensors.valued_N,
             weight_N=tensors.weight_N,
+            seq_N=tensors.row_N,
+            num=tensors.lengths_B.shape[0],
             exploration=hyper.exploration,
-            clip=hyper.clip,
-            cap=hyper.ratio_cap,
+            objective=hyper.named(),
             temperature=temperature,
             forward=hyper.divergence == "forward",
             full=full,

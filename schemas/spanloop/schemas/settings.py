@@ -11,7 +11,7 @@ import tomllib
 from datetime import datetime
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -235,7 +235,26 @@ class Learner(_Section):
     learning_rate: float = Field(1e-3, gt=0)
     epochs: int = Field(3, ge=1)
     minibatch_orchestrations: int = Field(32, ge=1)
-    clip: float = Field(0.2, gt=0)
+    objective: Literal[
+        "decoupled_ppo", "ppo", "bypass_ppo", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "reinforce", "mis",
+        "sequence_tis", "k3_rejection", "geometric_rejection",
+    ] = "decoupled_ppo"  # fmt: skip
+    """What pushes the log-probabilities (docs/objectives.md). Each brings its own of the following six."""
+    clip: float = Field(0.0, ge=0)
+    """Trust region below a ratio of 1, and above it where clip_high is 0; 0: the objective's own (0.2 for PPO)."""
+    clip_high: float = Field(0.0, ge=0)
+    """Trust region above a ratio of 1 (DAPO's clip-higher)."""
+    dual_clip: float = Field(0.0, ge=0)
+    """Bound of the loss at a negative advantage, above 1; 0: the objective's own."""
+    ratio_cap: float = Field(0.0, ge=0)
+    """Largest weight that corrects for the policy having moved on since it acted; 0: the objective's own (2)."""
+    weighting: Literal[
+        "", "decision", "rollout", "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+    ] = ""  # fmt: skip
+    """What counts alike: every decision (token-mean is the same), every orchestration (rollout), or every model call; empty: the
+    objective's own."""
+    horizon: int = Field(0, ge=0)
+    """Tokens by which seq-mean-token-sum-norm divides; 0: the longest context."""
     entropy_start: float = Field(0.05, ge=0)
     entropy_end: float = Field(0.0, ge=0)
     entropy_updates: int = Field(40, ge=1)

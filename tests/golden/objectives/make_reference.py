@@ -91,7 +91,7 @@ def main() -> None:
     got, _ = verl.compute_rloo_outcome_advantage(rewards, ones, groups)
     found["advantage/rloo"] = got[:, 0].tolist()
 
-    steps = 12
+    steps = 12  # gamma and lambda below are exact in float32, in which torchrl keeps them
     reward = torch.randn(steps, 1, dtype=torch.float64)
     value = torch.randn(steps, 1, dtype=torch.float64)
     following = torch.cat([value[1:], torch.zeros(1, 1, dtype=torch.float64)])
@@ -103,13 +103,13 @@ def main() -> None:
     found["series"] = {name: tensor[:, 0].tolist() for name, tensor in series.items()}
     for rho_max, c_max in ((1.0, 1.0), (2.0, 1.5)):
         advantage_t, target = vtrace_advantage_estimate(
-            0.97, pi, mu, value, following, reward, done, done,
+            0.96875, pi, mu, value, following, reward, done, done,
             rho_thresh=torch.tensor(rho_max, dtype=torch.float64), c_thresh=torch.tensor(c_max, dtype=torch.float64),
         )  # fmt: skip
         found[f"vtrace/{rho_max}/{c_max}"] = {
             "advantage": advantage_t[:, 0].tolist(), "target": target[:, 0].tolist(),
         }  # fmt: skip
-    advantage_g, target = generalized_advantage_estimate(0.97, 0.9, value, following, reward, done, done)
+    advantage_g, target = generalized_advantage_estimate(0.96875, 0.875, value, following, reward, done, done)
     found["gae"] = {"advantage": advantage_g[:, 0].tolist(), "target": target[:, 0].tolist()}
 
     random = np.random.default_rng(7)
