@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import msgspec
 import pytest
 from synthetic_orchestrations import make_content, make_feedback, make_model, make_revision
@@ -260,3 +262,19 @@ class TestUnits:
     def test_units_without_words_are_refused(self):
         with pytest.raises(ValueError, match=r"value_words or learner\.vocabulary"):
             Settings(pipeline={"value_units": ["a"]})  # type: ignore[arg-type]
+
+
+def test_contents_held_by_an_older_build_are_read_as_they_were_written():
+    """It kept the content alone, deflated; what is held now are the bytes of the revision."""
+    content = make_content(3)
+    key = f"{content.tenant}/{content.orchestration_id}"
+    driver = Driver(SignalStage(SETTINGS))
+    driver.feed(make_revision(content, 1))
+    name = f"held/{key}"
+    held = msgspec.msgpack.decode(driver.entries[name])
+    assert held["content"][:1] == b"\x01"
+    old = {**held, "content": zlib.compress(msgspec.json.encode(content), 1)}
+    stage = SignalStage(SETTINGS)
+    for entry in (held, old):
+        stage.restore({name: msgspec.msgpack.encode(entry)})
+        assert stage.store.content(key) == content

@@ -6,12 +6,12 @@ is a set by id, so that order of arrival leaves no trace; whatever is untouched 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
 import msgspec
 
+from spanloop.pipeline.packing import packed, unpacked
 from spanloop.pipeline.rewards.outcome import OUTCOME
 from spanloop.schemas.canonical import content_hash
 from spanloop.schemas.errors import SchemaError
@@ -33,6 +33,8 @@ TARGETS_MAX = 50_000
 """Targets that wait for their orchestration; the oldest is dead-lettered first."""
 
 _content = msgspec.json.Decoder(OrchestrationContent)
+_REVISION = b'{"complete":'
+"""How the canonical JSON of a revision begins, and that of no content."""
 _json = msgspec.json.Encoder()
 _pack = msgspec.msgpack.Encoder()
 
@@ -52,7 +54,7 @@ class Held(msgspec.Struct, frozen=True, omit_defaults=True):
     lost: tuple[str, ...] = ()
     """Ids that were merged into it."""
     content: bytes = b""
-    """Deflated JSON; empty when merged away."""
+    """Packed JSON of the revision (its bytes on the log) or of its content alone; empty when merged away."""
     merged_into: str = ""
     value_model: str = ""
     version_fixed: bool = False
@@ -84,15 +86,17 @@ _feedback_decoder = msgspec.msgpack.Decoder(_Feedback)
 
 def targets_of(content: OrchestrationContent) -> tuple[str, ...]:
     """Everything that feedback may name and that belongs to this orchestration."""
-    spans = {span for event in content.events for span in event.evidence}
-    spans.update(span for call in content.calls for span in call.span_ids)
-    spans.update(agent.span_id for agent in content.agents)
+    spans = {agent.span_id for agent in content.agents}
+    spans.update(*[event.evidence for event in content.events], *[call.span_ids for call in content.calls])
     responses = {call.response_id for call in content.calls}
-    names = [f"orchestration/{content.orchestration_id}"]
-    names += [f"trace/{trace}" for trace in content.trace_ids]
-    names += [f"span/{span}" for span in sorted(spans) if span]
-    names += [f"response/{response}" for response in sorted(responses) if response]
-    return tuple(f"{content.tenant}/{name}" for name in names)
+    tenant = content.tenant
+    span, response = f"{tenant}/span/", f"{tenant}/response/"
+    return (
+        f"{tenant}/orchestration/{content.orchestration_id}",
+        *[f"{tenant}/trace/{trace}" for trace in content.trace_ids],
+        *[span + name for name in sorted(spans) if name],
+        *[response + name for name in sorted(responses) if name],
+    )
 
 
 def _home(event: FeedbackReceived) -> str:
@@ -180,8 +184,11 @@ class Store:
 
     # ------------------------------------------------------------ orchestrations
 
-    def put_orchestration(self, event: OrchestrationRevised, now_ns: int) -> list[str]:
-        """Take in a revision; returns the touched keys, the orchestration's own first. An old revision touches nothing."""
+    def put_orchestration(
+        self, event: OrchestrationRevised, now_ns: int, raw: bytes | None = None
+    ) -> list[str]:
+        """Take in a revision; returns the touched keys, the orchestration's own first. An old revision touches nothing. ``raw``: its
+        bytes on the log, where they are at hand."""
         key = event.key
         old = self.held.get(key)
         if old is not None and event.revision <= old.orchestration_revision:
@@ -196,7 +203,7 @@ class Store:
         content = b""
         if event.content is not None:
             targets = (*targets_of(event.content), *_id_targets(event.tenant, lost))
-            content = zlib.compress(_json.encode(event.content), 1)
+            content = packed(raw if raw is not None else _json.encode(event.content))
         self._sequence += 1
         item = msgspec.structs.replace(
             base,
@@ -331,9 +338,10 @@ class Store:
                 del self._owner[target]
                 if target in self._feedback:
                     self._unclaimed[target] = now_ns
-        for target in new:
-            self._owner[target] = key
-            self._unclaimed.pop(target, None)
+        self._owner.update(dict.fromkeys(new, key))
+        if self._unclaimed:
+            for target in new:
+                self._unclaimed.pop(target, None)
 
     def _heir(self, key: str) -> str:
         """Where an id's feedback counts now: follow merges to the end."""
@@ -346,7 +354,13 @@ class Store:
 
     def content(self, key: str) -> OrchestrationContent:
         """The content of a held orchestration."""
-        return _content.decode(zlib.decompress(self.held[key].content))
+        data = unpacked(self.held[key].content)
+        if not data.startswith(_REVISION):
+            return _content.decode(data)
+        event = decode(data)
+        assert isinstance(event, OrchestrationRevised)  # noqa: S101
+        assert event.content is not None  # noqa: S101
+        return event.content
 
     # ------------------------------------------------------------ feedback
 

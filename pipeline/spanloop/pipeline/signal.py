@@ -221,7 +221,7 @@ class SignalStage:
         self._contents = {}
         for record in records:
             try:
-                self._touch(record.event or decode(record.value), now_ns, dirty)
+                self._touch(record.event or decode(record.value), now_ns, dirty, record.value)
             except SchemaError as exc:
                 events.append(dead_letter(record, exc.message))
         return self._finished(events, dirty, now_ns)
@@ -240,8 +240,8 @@ class SignalStage:
                 )
         return self._finished(events, dirty, now_ns)
 
-    def _touch(self, event: Event, now_ns: int, dirty: dict[str, None]) -> None:
-        for key in self._apply(event, now_ns):
+    def _touch(self, event: Event, now_ns: int, dirty: dict[str, None], raw: bytes | None = None) -> None:
+        for key in self._apply(event, now_ns, raw):
             dirty.pop(key, None)
             dirty[key] = None
 
@@ -324,10 +324,10 @@ class SignalStage:
 
     # ------------------------------------------------------------ one event
 
-    def _apply(self, event: Event, now_ns: int) -> list[str]:
+    def _apply(self, event: Event, now_ns: int, raw: bytes | None) -> list[str]:
         """Take in one event; returns the keys of the orchestrations that it touches."""
         if isinstance(event, OrchestrationRevised):
-            touched = self._store.put_orchestration(event, now_ns)
+            touched = self._store.put_orchestration(event, now_ns, raw)
             if event.content is not None and touched:
                 self._contents[touched[0]] = event.content
         elif isinstance(event, FeedbackReceived):
