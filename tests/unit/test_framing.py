@@ -15,6 +15,7 @@ import pytest
 from spanloop.pipeline.formats import framing
 from spanloop.pipeline.formats.framing import Place, records
 from spanloop.pipeline.formats.opened import Source, found_files, opened
+from spanloop.pipeline.formats.reading import read_files
 from spanloop.pipeline.formats.stream import Stream
 from spanloop.schemas.errors import ConfigError
 
@@ -138,3 +139,19 @@ def test_what_cannot_be_opened_is_named(tmp_path: Path):
         found_files([tmp_path / "empty"])
     with pytest.raises(ConfigError, match="UTF-16"):
         cut("{}".encode("utf-16"))
+
+
+def test_an_archive_of_many_members_is_opened_once(tmp_path, monkeypatch):
+    path = tmp_path / "many.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for n in range(300):
+            archive.writestr(f"{n:03}.jsonl", FORMS["lines"])
+    directories = []
+    read = zipfile.ZipFile._RealGetContents  # reads the archive's directory
+    monkeypatch.setattr(
+        zipfile.ZipFile, "_RealGetContents", lambda self: (directories.append(self.filename), read(self))
+    )
+    found = found_files([path])
+    assert sum(s.size for s in found) == 300 * len(FORMS["lines"])
+    assert len(list(read_files(path))) == 300 * len(VALUES)
+    assert len(directories) == 3  # found_files, and read_files: the names, then the members

@@ -314,3 +314,22 @@ def test_gzip_whose_checksum_is_wrong_is_damage_behind_its_spans(tmp_path: Path)
     found = counts(tmp_path / "a.gz", "--workspace", tmp_path / "w")
     assert (found["exit"], found["files"]) == (3, 1)
     assert found["spans"] > 500
+
+
+def test_members_that_cannot_be_unpacked_are_named_and_cost_only_themselves(tmp_path: Path) -> None:
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for n in (1, 2, 3):
+            archive.writestr(f"{n}.jsonl", as_json([span(n)]))
+        starts = {i.filename: i.header_offset for i in archive.infolist()}
+    whole = bytearray(path.read_bytes())
+    directory = whole.find(b"PK\x01\x02")
+    whole[directory + 8] |= 1  # the first member's flags say encrypted
+    whole[starts["2.jsonl"]] ^= 1  # the second one's own header is damaged
+    path.write_bytes(whole)
+    found = run(path, "--workspace", tmp_path / "w")
+    assert found.exit_code == 3
+    assert "cannot read a.zip:1.jsonl" in found.output
+    assert "encrypted" in found.output
+    assert "cannot read a.zip:2.jsonl: the archive is damaged" in found.output
+    assert "1 spans from 1 files" in found.output

@@ -27,7 +27,7 @@ from spanloop.collectors.importers.checkpoints import (
 from spanloop.collectors.redaction import Redactor
 from spanloop.pipeline.formats.detect import format_of
 from spanloop.pipeline.formats.framing import Place, Record, records
-from spanloop.pipeline.formats.opened import Source, opened
+from spanloop.pipeline.formats.opened import Opener, Source, UnreadableError
 from spanloop.pipeline.formats.reading import read_record
 from spanloop.pipeline.formats.stream import Stream
 from spanloop.pipeline.formats.values import Read
@@ -63,7 +63,7 @@ class Imported(Counts):
     reasons: list[str] = msgspec.field(default_factory=list)
     """The first few reasons, each with file and place."""
     unreadable: list[str] = msgspec.field(default_factory=list)
-    """Why named files could not be read at all."""
+    """Why named files, and members of archives that cannot be unpacked, could not be read at all."""
 
 
 class _Reached(msgspec.Struct, frozen=True):
@@ -102,6 +102,7 @@ class Importer:
         self._wanted = wanted
         self._scores = scores
         self._checkpoints = checkpoints
+        self._opener = Opener()
         self.total = Imported()
 
     def run(self, sources: Sequence[Source], tell: Callable[[int, int], None] = lambda *_: None) -> Imported:
@@ -111,16 +112,17 @@ class Importer:
             ConfigError: none of the files could be read.
             TransientError: the log refuses; what was appended before stays and is skipped next time.
         """
-        for number, source in enumerate(sources):
-            try:
-                self._source(source, partial(tell, number))
-            except ConfigError as exc:
-                if source.named:
-                    self.total.unreadable.append(exc.message)
+        with self._opener:
+            for number, source in enumerate(sources):
+                try:
+                    self._source(source, partial(tell, number))
+                except ConfigError as exc:
+                    if source.named or isinstance(exc, UnreadableError):
+                        self.total.unreadable.append(exc.message)
+                    else:
+                        self.total.passed_over += 1
                 else:
-                    self.total.passed_over += 1
-            else:
-                self.total.files += 1
+                    self.total.files += 1
         if not self.total.files:
             found = "\n".join(self.total.unreadable)
             raise ConfigError(
@@ -129,7 +131,7 @@ class Importer:
         return self.total
 
     def _source(self, source: Source, tell: Callable[[int], None]) -> None:
-        with opened(source) as (stream, position):
+        with self._opener.opened(source) as (stream, position):
             key, saved = "", None
             if self._checkpoints is not None and source.repeatable:
                 key = self._checkpoints.key(stream.head(HEAD))
@@ -137,7 +139,10 @@ class Importer:
             if saved is None or at_checkpoint(stream, saved):
                 self._stream(source, stream, key, saved, lambda: tell(position()))
                 return
-        with opened(source) as (stream, position):  # the file is another one than that of the checkpoint
+        with self._opener.opened(source) as (
+            stream,
+            position,
+        ):  # the file is another one than that of the checkpoint
             self._stream(source, stream, key, None, lambda: tell(position()))
 
     def _stream(

@@ -1,4 +1,8 @@
-"""Files as streams: plain, packed (gzip, bzip2, xz), the members of a zip archive, and standard input."""
+"""Files as streams: plain, packed (gzip, bzip2, xz), the members of a zip archive, and standard input.
+
+Invariants: an archive's directory is read once for all of its members, so that many small members cost no more than one large
+file; members are unpacked as they are read and never kept.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ import msgspec
 from spanloop.pipeline.formats.stream import Stream
 from spanloop.schemas.errors import ConfigError
 
-__all__ = ["STDIN", "Source", "found_files", "opened", "sources"]
+__all__ = ["STDIN", "Opener", "Source", "UnreadableError", "found_files", "opened", "sources"]
 
 STDIN = "-"
 _PACKED: tuple[tuple[bytes, str, Callable[[Any], Any]], ...] = (
@@ -29,6 +33,10 @@ _ZIP = b"PK\x03\x04"
 _SKIPPED = ("__MACOSX/", ".DS_Store")
 
 
+class UnreadableError(ConfigError):
+    """A file, or a member of an archive, that is there and cannot be unpacked: encrypted, damaged, no longer there."""
+
+
 class Source(msgspec.Struct, frozen=True):
     """One stream to read: a file, or a member of an archive."""
 
@@ -38,6 +46,8 @@ class Source(msgspec.Struct, frozen=True):
     """The user named this file; False: it lay in a folder or archive, where files of no known format are passed over."""
     problem: str = ""
     """Why it cannot be opened; it costs its folder nothing else."""
+    packed: int = -1
+    """Packed bytes of a member, as the archive's directory has it; -1: a file of its own."""
 
     @property
     def name(self) -> str:
@@ -52,12 +62,9 @@ class Source(msgspec.Struct, frozen=True):
     @property
     def size(self) -> int:
         """Bytes to get through, packed as they are; 0: not known."""
-        if not self.repeatable:
-            return 0
-        if not self.member:
-            return self.path.stat().st_size
-        with zipfile.ZipFile(self.path) as archive:
-            return archive.getinfo(self.member).compress_size
+        if self.member:
+            return max(self.packed, 0)
+        return self.path.stat().st_size if self.repeatable else 0
 
 
 def found_files(paths: list[Path]) -> list[Source]:
@@ -98,38 +105,73 @@ def sources(path: Path, *, named: bool = True) -> list[Source]:
             if handle.read(4) != _ZIP:
                 return [Source(path, named=named)]
         with zipfile.ZipFile(path) as archive:
-            names = [i.filename for i in archive.infolist() if not i.is_dir()]
+            sizes = {i.filename: i.compress_size for i in archive.infolist() if not i.is_dir()}
     except zipfile.BadZipFile as exc:
         raise ConfigError(f"{path} is a damaged zip archive: {exc}") from exc
     except OSError as exc:
         raise ConfigError(f"cannot read {path}: {exc.strerror or exc}") from exc
-    return [Source(path, n, named=False) for n in sorted(names) if not n.startswith(_SKIPPED)]
+    members = sorted((n, size) for n, size in sizes.items() if not n.startswith(_SKIPPED))
+    return [Source(path, n, named=False, packed=size) for n, size in members]
+
+
+class Opener:
+    """Opens sources one after another; keeps the archive that the last member was in."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._archive: zipfile.ZipFile | None = None
+
+    def __enter__(self) -> Opener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the archive, if there is one."""
+        if self._archive is not None:
+            self._archive.close()
+        self._path = self._archive = None
+
+    @contextmanager
+    def opened(self, source: Source) -> Iterator[tuple[Stream, Callable[[], int]]]:
+        """(stream of the unpacked bytes, how many of them were read so far). Raises ConfigError."""
+        if source.problem:
+            raise ConfigError(source.problem)
+        try:
+            if str(source.path) == STDIN:
+                if sys.stdin is None:
+                    raise ConfigError("standard input is closed")
+                plain = cast(BinaryIO, sys.stdin.buffer)
+                yield _stream(_Peekable(plain)), lambda: 0
+            elif source.member:
+                with self._archive_of(source.path).open(source.member) as member:
+                    yield _stream(member, "zip"), member.tell
+            else:
+                with source.path.open("rb") as plain:
+                    if plain.seekable():
+                        yield _stream(plain), plain.tell
+                    else:
+                        yield _stream(_Peekable(plain)), lambda: 0
+        except (RuntimeError, NotImplementedError) as exc:  # zipfile: encrypted, or a method it does not know
+            raise UnreadableError(f"cannot read {source.name}: {exc}") from exc
+        except (zipfile.BadZipFile, KeyError) as exc:
+            raise UnreadableError(f"cannot read {source.name}: the archive is damaged: {exc}") from exc
+        except OSError as exc:
+            raise UnreadableError(f"cannot read {source.path}: {exc.strerror or exc}") from exc
+
+    def _archive_of(self, path: Path) -> zipfile.ZipFile:
+        if self._archive is None or self._path != path:
+            self.close()
+            self._path, self._archive = path, zipfile.ZipFile(path)
+        return self._archive
 
 
 @contextmanager
 def opened(source: Source) -> Iterator[tuple[Stream, Callable[[], int]]]:
-    """(stream of the unpacked bytes, how many packed bytes were read so far). Raises ConfigError."""
-    if source.problem:
-        raise ConfigError(source.problem)
-    try:
-        if str(source.path) == STDIN:
-            if sys.stdin is None:
-                raise ConfigError("standard input is closed")
-            plain = cast(BinaryIO, sys.stdin.buffer)
-            yield _stream(_Peekable(plain)), lambda: 0
-        elif source.member:
-            with zipfile.ZipFile(source.path) as archive, archive.open(source.member) as member:
-                yield _stream(member, "zip"), member.tell
-        else:
-            with source.path.open("rb") as plain:
-                if plain.seekable():
-                    yield _stream(plain), plain.tell
-                else:
-                    yield _stream(_Peekable(plain)), lambda: 0
-    except (RuntimeError, NotImplementedError) as exc:  # zipfile: encrypted, or a method it does not know
-        raise ConfigError(f"cannot read {source.name}: {exc}") from exc
-    except OSError as exc:
-        raise ConfigError(f"cannot read {source.path}: {exc.strerror or exc}") from exc
+    """One source; for the members of an archive in turn, see ``Opener``. Raises ConfigError."""
+    with Opener() as opener, opener.opened(source) as found:
+        yield found
 
 
 def _stream(plain: Any, packing: str = "") -> Stream:

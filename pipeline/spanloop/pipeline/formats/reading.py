@@ -9,7 +9,7 @@ import msgspec
 
 from spanloop.pipeline.formats.detect import read_json
 from spanloop.pipeline.formats.framing import Record, records
-from spanloop.pipeline.formats.opened import opened, sources
+from spanloop.pipeline.formats.opened import Opener, sources
 from spanloop.pipeline.formats.otlp import as_read
 from spanloop.pipeline.formats.values import Read
 from spanloop.pipeline.otlp.decoded import MAX_NESTING, Rejected
@@ -32,15 +32,16 @@ def read_files(path: Path, wanted: str = "", max_nesting: int = MAX_NESTING) -> 
         ConfigError: it cannot be read, or is in no format that we know.
     """
     known = False
-    for source in sources(path):
-        try:
-            with opened(source) as (stream, _):
-                for record in records(stream, source.name):
-                    yield Part(record, read_record(record, wanted, max_nesting))
-            known = True
-        except ConfigError:
-            if source.named:
-                raise
+    with Opener() as opener:
+        for source in sources(path):
+            try:
+                with opener.opened(source) as (stream, _):
+                    for record in records(stream, source.name):
+                        yield Part(record, read_record(record, wanted, max_nesting))
+                known = True
+            except ConfigError:
+                if source.named:
+                    raise
     if not known:
         raise ConfigError(f"{path} holds no file in a format that can be read")
 
