@@ -12,10 +12,14 @@ from click.testing import CliRunner, Result
 from learner_world import CONFIG, WORDS, World, drive, learner
 
 from spanloop.learner.cli import policies, provenance
+from spanloop.learner.history import read_policies
 from spanloop.learner.policy import PolicyNet, save_artifact
 from spanloop.learner.tokenizer import Tokenizer
 from spanloop.learner.trainer import Learner
 from spanloop.pipeline.log.sqlite import SqliteLog
+from spanloop.pipeline.ports import new_record
+from spanloop.schemas.errors import SchemaError, TransientError
+from spanloop.schemas.events import CandidateRegistered, PolicyCommand
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +140,73 @@ def test_refusals(made: Learner, tmp_path: Path) -> None:
     )
 
 
+def _registered(workspace: Path) -> None:
+    """A workspace whose learner registered one version and is down."""
+    log = SqliteLog(workspace / "spanloop.db")
+    version = CandidateRegistered(
+        version=0, parent=-1, batch=0, mlflow_version="1", path="p", sha256="s", orchestrations=0
+    )
+    log.append([new_record(version)])
+    log.close()
+
+
+def _commands(workspace: Path) -> list[tuple[str, str]]:
+    log = SqliteLog(workspace / "spanloop.db")
+    try:
+        events = [event for event, _ in read_policies(log, "default", "policy")]
+    finally:
+        log.close()
+    return [(e.kind, e.argument) for e in events if isinstance(e, PolicyCommand)]
+
+
 def test_without_a_learner_the_request_waits_on_the_log(tmp_path: Path) -> None:
-    SqliteLog(tmp_path / "spanloop.db").close()
+    _registered(tmp_path)
     result = CliRunner().invoke(policies, ["--workspace", str(tmp_path), "freeze", "--wait", "0"])
     assert "is on the log" in str(result.exception)
+    assert _commands(tmp_path) == [("freeze", "")]
+
+
+@pytest.mark.parametrize("verb", ["rollback", "freeze", "unfreeze"])
+def test_without_a_policy_nothing_is_queued(tmp_path: Path, verb: str) -> None:
+    SqliteLog(tmp_path / "spanloop.db").close()
+    result = CliRunner().invoke(policies, [verb, "--wait", "0", "--workspace", str(tmp_path)])
+    assert isinstance(result.exception, SchemaError)
+    assert f"there is no policy 'policy' of tenant 'default' in {tmp_path} to {verb}" in str(result.exception)
+    assert _commands(tmp_path) == []
+
+
+def test_a_request_that_waits_is_not_queued_twice(tmp_path: Path) -> None:
+    _registered(tmp_path)
+
+    def run(*arguments: str) -> Result:
+        result = CliRunner().invoke(policies, [*arguments, "--wait", "0", "--workspace", str(tmp_path)])
+        assert isinstance(result.exception, TransientError)
+        return result
+
+    assert run("rollback").stderr == ""
+    assert "rollback is on the log already" in run("rollback").stderr
+    assert _commands(tmp_path) == [("rollback", "")]
+    assert "takes first what waits on the log: rollback" in run("freeze").stderr
+    assert "rollback, freeze" in run("unfreeze").stderr
+    run("freeze")  # another one than the first: it is to hold behind unfreeze
+    assert [kind for kind, _ in _commands(tmp_path)] == ["rollback", "freeze", "unfreeze", "freeze"]
+
+
+def test_a_request_that_waited_is_answered_to_whoever_asks_again(made: Learner) -> None:
+    place = ["--workspace", str(made.settings.workspace)]
+    CliRunner().invoke(policies, ["unfreeze", "--wait", "0", *place])
+    again = ask(made, "unfreeze")
+    assert again.exit_code == 0, again.output
+    assert "not queued again" in again.stderr
+
+
+def test_options_before_or_after_the_verb(made: Learner) -> None:
+    place = ["--workspace", str(made.settings.workspace)]
+    before = CliRunner().invoke(policies, [*place, "--json", "show", "1"])
+    for words in (["show", "1", *place, "--json"], ["--json", "show", *place, "1"]):
+        assert CliRunner().invoke(policies, words).output == before.output
+    there = CliRunner().invoke(policies, ["--workspace", "/nowhere", "list", *place])
+    assert there.exit_code == 0, there.output
 
 
 def test_a_folder_that_is_no_policy_does_not_reach_the_log(tmp_path: Path) -> None:

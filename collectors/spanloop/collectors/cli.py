@@ -8,13 +8,18 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from spanloop.collectors.import_cli import import_
+from spanloop.schemas import topics
 from spanloop.schemas.errors import ConfigError, SchemaError, TransientError
 from spanloop.schemas.settings import Settings, load_settings
+
+if TYPE_CHECKING:
+    from spanloop.pipeline.ports import Log
+    from spanloop.schemas.events import FeedbackReceived
 
 __all__ = ["feedback", "import_"]
 
@@ -61,6 +66,8 @@ def feedback(  # noqa: PLR0917 - one argument an option
 ) -> None:  # fmt: skip
     """Send an outcome for an orchestration, a trace, a span or a model's response.
 
+    What names a trace or an orchestration that nobody has seen yet is kept and counts when it comes; a note says so.
+
     \b
     spanloop feedback --trace 0c9663e2c8bb0c690c352a978ee1cd91 --value 1
     spanloop feedback --response chatcmpl-42 --value 0.2 --name helpful --url http://127.0.0.1:4318
@@ -96,9 +103,36 @@ def _append(settings: Settings, item: dict[str, Any]) -> dict[str, Any]:
     log = open_log(settings)
     try:
         appended = log.append([new_record(event) for event in parsed.events])
+        notes = [{"note": note} for event in parsed.events if (note := _unknown(log, settings, event))]
     finally:
         log.close()
-    return {"rejected": parsed.rejected, "duplicates": sum(a.duplicate for a in appended)}
+    return {"rejected": parsed.rejected, "duplicates": sum(a.duplicate for a in appended), "notes": notes}
+
+
+_WHERE_KNOWN = {"trace": topics.SPANS, "orchestration": topics.ORCHESTRATIONS}
+"""Topics whose keys name the target; spans and responses stand inside values, which a verb does not search."""
+
+
+def _unknown(log: Log, settings: Settings, event: FeedbackReceived) -> str:
+    """What to check when a workspace has no such trace or orchestration; empty: it has, or it cannot be told quickly."""
+    from spanloop.pipeline.log.sqlite import SqliteLog
+
+    topic = _WHERE_KNOWN.get(event.target_kind)
+    if topic is None or not isinstance(log, SqliteLog):
+        return ""
+    ending = f"/{event.target_id}"
+    tenants = [key.removesuffix(ending) for key in log.keys_ending(topic, ending)]
+    if event.tenant in tenants:
+        return ""
+    note = (
+        f"it is durable, but {settings.workspace} knows no {event.target_kind} {event.target_id} of tenant {event.tenant!r} yet; "
+        f"it waits for it ({settings.pipeline.retention_s:g} s while the pipeline runs), then becomes a dead letter. "
+    )
+    if tenants:
+        return (
+            note + f"Tenant {', '.join(map(repr, tenants))} has one of this id: send it again with --tenant"
+        )
+    return note + "Check the id, and --tenant and --workspace; `spanloop traces` lists what is known"
 
 
 def _post(url: str, key: str | None, item: dict[str, Any]) -> dict[str, Any]:

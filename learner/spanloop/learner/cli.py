@@ -1,15 +1,18 @@
 """Verbs ``policies`` and ``provenance``: what is registered, served and taught, and requests to the running learner.
 
 Requests (inject, rollback, freeze, unfreeze) are events on the policies topic: durable, taken once, in order, also by a
-learner that is started later. ``--wait`` says how long to look for the answer.
+learner that is started later. ``--wait`` says how long to look for the answer. What is on the log without an answer is not
+queued twice.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +22,7 @@ import msgspec
 from spanloop.pipeline.ports import Log, new_record
 from spanloop.schemas.canonical import unmicro
 from spanloop.schemas.errors import SchemaError, SpanloopError, TransientError
-from spanloop.schemas.events import PolicyCommand, PolicyCommandFinished, decode
+from spanloop.schemas.events import CandidateRegistered, PolicyCommand, PolicyCommandFinished, decode
 from spanloop.schemas.ids import policy_name, policy_number
 from spanloop.schemas.settings import Settings, load_settings
 
@@ -28,15 +31,21 @@ if TYPE_CHECKING:
 
 __all__ = ["policies", "provenance"]
 
-_CONFIG = click.option(
-    "--config", "config_file", type=click.Path(path_type=Path, dir_okay=False), help="TOML file of settings."
+_CONFIG_OPTION = partial(
+    click.option,
+    "--config",
+    "config_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="TOML file of settings.",
 )
-_WORKSPACE = click.option(
+_WORKSPACE_OPTION = partial(
+    click.option,
     "--workspace",
     type=click.Path(path_type=Path, file_okay=False),
     help="Workspace folder.  [default: the settings' one]",
 )
-_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+_JSON_OPTION = partial(click.option, "--json", "as_json", is_flag=True, help="One JSON object.")
+_CONFIG, _WORKSPACE, _JSON = _CONFIG_OPTION(), _WORKSPACE_OPTION(), _JSON_OPTION()
 _WAIT = click.option(
     "--wait",
     type=click.FloatRange(min=0),
@@ -51,14 +60,31 @@ class _Refused(SpanloopError):
     exit_code = 1
 
 
-class _Place(msgspec.Struct):
-    settings: Settings
+@dataclass
+class _Place:
+    """What was said of where and how, before or after the verb; settings are read when all of it is known."""
+
+    config_file: Path | None
+    workspace: Path | None
     as_json: bool
 
+    @cached_property
+    def settings(self) -> Settings:
+        return load_settings(
+            self.config_file, {"workspace": self.workspace} if self.workspace is not None else None
+        )
 
-def _place(config_file: Path | None, workspace: Path | None, as_json: bool) -> _Place:
-    flags = {"workspace": workspace} if workspace is not None else None
-    return _Place(load_settings(config_file, flags), as_json)
+
+def _also_after_the_verb(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The group's options, to be given after the verb too; there they win."""
+
+    def keep(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+        if value and parameter.name is not None:
+            setattr(context.obj, parameter.name, value)
+
+    for option in (_JSON_OPTION, _WORKSPACE_OPTION, _CONFIG_OPTION):
+        command = option(callback=keep, expose_value=False)(command)
+    return command
 
 
 @contextmanager
@@ -103,14 +129,15 @@ def policies(context: click.Context, config_file: Path | None, workspace: Path |
     spanloop policies                          all versions and what serves
     spanloop policies show 12                  one version with its gates and canaries
     spanloop policies rollback --reason "..."  the champion before this one serves again
-    spanloop policies --workspace my-loop show 12   options stand before the verb
+    spanloop policies show 12 --workspace my-loop   options may stand before or after the verb
     """
-    context.obj = _place(config_file, workspace, as_json)
+    context.obj = _Place(config_file, workspace, as_json)
     if context.invoked_subcommand is None:
         context.invoke(list_)
 
 
 @policies.command("list")
+@_also_after_the_verb
 @click.pass_context
 def list_(context: click.Context) -> None:
     """All versions and what serves now."""
@@ -202,6 +229,7 @@ def _serving_line(state: PromotionState, name: str) -> str:
 
 @policies.command()
 @click.argument("version")
+@_also_after_the_verb
 @click.pass_context
 def show(context: click.Context, version: str) -> None:
     """One VERSION (12 or policy@v12) with every event about it."""
@@ -237,6 +265,7 @@ def show(context: click.Context, version: str) -> None:
 @click.option("--to", default="", help="Version to go back to.  [default: the champion before this one]")
 @_REASON
 @_WAIT
+@_also_after_the_verb
 @click.pass_context
 def rollback(context: click.Context, to: str, reason: str, wait: float) -> None:
     """Let an older version serve instead of the champion, which is never promoted again."""
@@ -247,6 +276,7 @@ def rollback(context: click.Context, to: str, reason: str, wait: float) -> None:
 @click.argument("path", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @_REASON
 @_WAIT
+@_also_after_the_verb
 @click.pass_context
 def inject(context: click.Context, path: Path, reason: str, wait: float) -> None:
     """Make the artifact folder PATH a candidate: next in line for gate and canary."""
@@ -259,6 +289,7 @@ def inject(context: click.Context, path: Path, reason: str, wait: float) -> None
 @policies.command()
 @_REASON
 @_WAIT
+@_also_after_the_verb
 @click.pass_context
 def freeze(context: click.Context, reason: str, wait: float) -> None:
     """Stop training and promotions; the champion serves everything."""
@@ -268,6 +299,7 @@ def freeze(context: click.Context, reason: str, wait: float) -> None:
 @policies.command()
 @_REASON
 @_WAIT
+@_also_after_the_verb
 @click.pass_context
 def unfreeze(context: click.Context, reason: str, wait: float) -> None:
     """Go on where freeze stopped."""
@@ -275,15 +307,33 @@ def unfreeze(context: click.Context, reason: str, wait: float) -> None:
 
 
 def _ask(place: _Place, kind: str, argument: str, reason: str, wait: float) -> None:
-    """Append the request and wait for the learner's answer."""
+    """Append the request, unless it waits there already, and wait for the learner's answer."""
     settings = place.settings
     command = PolicyCommand(
         tenant=settings.tenant, policy=settings.gateway.policy, command_id=uuid.uuid4().hex, kind=kind,
         argument=argument, reason=reason,
     )  # fmt: skip
     with _open(settings) as log:
-        (appended,) = log.append([new_record(command)])
-        answer = _answer(log, command, appended.offset, wait)
+        registered, waiting = _so_far(log, settings)
+        if not registered and kind != "inject":
+            raise SchemaError(
+                f"there is no policy {settings.gateway.policy!r} of tenant {settings.tenant!r} in {settings.workspace} to {kind}: "
+                "nothing was queued. A learner registers the first version when it starts (spanloop up with learner.enabled); "
+                "check --workspace, or `spanloop doctor`"
+            )
+        if waiting and (waiting[-1].kind, waiting[-1].argument) == (kind, argument):
+            command = waiting[-1]
+            click.echo(
+                f"{kind} is on the log already and has no answer yet: it is not queued again", err=True
+            )
+            after = -1
+        else:
+            if waiting:
+                told = ", ".join(f"{c.kind} {c.argument}".strip() for c in waiting)
+                click.echo(f"note: the learner takes first what waits on the log: {told}", err=True)
+            (appended,) = log.append([new_record(command)])
+            after = appended.offset
+        answer = _answer(log, command, after, wait)
     if answer is None:
         raise TransientError(
             f"{kind} is on the log, but no learner took it within {wait:.0f} s; it will when `spanloop up` runs: "
@@ -296,6 +346,21 @@ def _ask(place: _Place, kind: str, argument: str, reason: str, wait: float) -> N
     if not place.as_json:
         about = f": {policy_name(settings.gateway.policy, answer.version)}" if answer.version >= 0 else ""
         click.echo(f"{kind} done{about}")
+
+
+def _so_far(log: Log, settings: Settings) -> tuple[bool, list[PolicyCommand]]:
+    """Whether any version is registered, and the requests without an answer, in order."""
+    from spanloop.learner.history import read_policies
+
+    registered = False
+    waiting: dict[str, PolicyCommand] = {}
+    for event, _ in read_policies(log, settings.tenant, settings.gateway.policy):
+        if isinstance(event, PolicyCommand):
+            waiting[event.command_id] = event
+        elif isinstance(event, PolicyCommandFinished):
+            waiting.pop(event.command_id, None)
+        registered = registered or isinstance(event, CandidateRegistered)
+    return registered, list(waiting.values())
 
 
 def _answer(log: Log, command: PolicyCommand, after: int, wait: float) -> PolicyCommandFinished | None:
@@ -344,7 +409,7 @@ def provenance(
     """
     if (version is None) == (not orchestration):
         raise click.UsageError("give either a VERSION or --orchestration ID")
-    place = _place(config_file, workspace, as_json)
+    place = _Place(config_file, workspace, as_json)
     with _open(place.settings) as log:
         if version is None:
             _show_taught(log, place, orchestration)

@@ -164,6 +164,11 @@ class SqliteLog:
         rows = self._file.query(sql, (topic, count))
         return int(rows[0][0]) if rows else -1
 
+    def keys_ending(self, topic: str, ending: str) -> list[str]:
+        """Keys of ``topic`` that end so; reads the topic's keys once, never its values."""
+        sql = "SELECT DISTINCT key FROM records WHERE topic = ? AND substr(key, ?) = ? ORDER BY key"
+        return [str(row[0]) for row in self._file.query(sql, (topic, -len(ending), ending))]
+
     def counts(self) -> dict[str, int]:
         """Number of records by topic."""
         return dict(self._file.query("SELECT topic, count(*) FROM records GROUP BY topic ORDER BY topic"))  # type: ignore[arg-type]
