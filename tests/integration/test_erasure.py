@@ -19,13 +19,21 @@ from privacy_world import DERIVED, World, job_spans, secret, texts_at_rest, toke
 
 from spanloop.learner.batches import to_rollout
 from spanloop.learner.erase_cli import erase
+from spanloop.pipeline.archive import ArchiveStore
 from spanloop.pipeline.credit.states import has_tokens
 from spanloop.pipeline.log import scan
 from spanloop.pipeline.log.sqlite import SqliteLog
 from spanloop.pipeline.ports import new_record
+from spanloop.pipeline.replay.checking import verify_archive
+from spanloop.pipeline.replay.diff import diff
+from spanloop.pipeline.replay.driver import replay
+from spanloop.pipeline.replay.plan import make_plan
+from spanloop.pipeline.replay.published import published_set
+from spanloop.pipeline.replay.results import Manifest, ResultSet
+from spanloop.pipeline.replay.tables import lines
 from spanloop.pipeline.sealing.opening import OpenedLog
 from spanloop.pipeline.state.sqlite import SqliteState
-from spanloop.pipeline.verify import verify
+from spanloop.pipeline.verify import Verified, verify
 from spanloop.schemas import topics
 from spanloop.schemas.events import (
     CreditAssigned,
@@ -37,6 +45,7 @@ from spanloop.schemas.events import (
     SubjectErased,
     decode,
 )
+from spanloop.schemas.settings import Settings
 
 PERSONS, JOBS, ERASED = 20, 2, 7
 _BLOB = re.compile(rb"([0-9a-f]{32})/([0-9a-f]{16})/([A-Za-z0-9+/]{16,}={0,2})")
@@ -169,6 +178,49 @@ def test_verify_proves_contents_and_rewards_before_and_after(world: World) -> No
     found = _checked(world)
     assert (found.differences, found.erased) == ([], JOBS)
     assert found.equal == PERSONS * JOBS
+
+
+def _replayed(world: World, name: str, settings: Settings | None = None) -> Manifest:
+    settings = settings or world.settings
+    store = ArchiveStore.open(settings)
+    return replay(make_plan(settings, store, name=name), store, settings.workspace / "replays")
+
+
+def _verified_archive(world: World) -> Verified:
+    settings = world.settings
+    store = ArchiveStore.open(settings)
+    return verify_archive(settings, store, settings.workspace / "replays", 2**62)
+
+
+def test_replay_verify_and_diff_of_the_archive_open_token_ids_and_count_what_is_erased(world: World) -> None:
+    root = world.settings.workspace / "replays"
+    found = _verified_archive(world)
+    assert (found.differences, found.erased, found.credits) == ([], 0, PERSONS * JOBS)
+    assert _replayed(world, "before").counts.erased == 0
+    recorded = published_set(world.settings, ArchiveStore.open(world.settings), root)
+    assert diff(recorded, ResultSet(root / "before")).equal
+    at_rest = b"".join(texts_at_rest(root))
+    assert b'"token"' in at_rest  # token accounts
+    ids = [str(token).encode() for person in range(PERSONS) for token in tokens(person, 0)]
+    assert not any(token in at_rest for token in ids)
+
+    _erase(world, f"u-{ERASED}")
+    found = _verified_archive(world)
+    assert (found.differences, found.erased) == ([], JOBS)
+    assert (found.equal, found.credits) == (PERSONS * JOBS, (PERSONS - 1) * JOBS)
+    assert _replayed(world, "after").counts.erased == JOBS
+    compared = diff(ResultSet(root / "before"), ResultSet(root / "after"))
+    assert (compared.equal, compared.erased, compared.same) == (True, JOBS, PERSONS * JOBS)
+    assert f"{JOBS} without their token ids on one side" in "\n".join(lines(compared))
+    assert diff(ResultSet(root / "after"), ResultSet(root / "after")).erased == 0
+
+
+def test_a_replay_without_the_key_store_counts_everything_sealed_as_erased(world: World) -> None:
+    elsewhere = world.settings.content.model_copy(update={"subject_keys": False, "keys": "/nowhere/keys.db"})
+    manifest = _replayed(world, "without", world.settings.model_copy(update={"content": elsewhere}))
+    assert manifest.counts.erased == PERSONS * JOBS
+    assert manifest.counts.credited == PERSONS * JOBS
+    assert (manifest.counts.bad, manifest.counts.problems, manifest.counts.samples) == (0, 0, PERSONS * JOBS)
 
 
 def test_rewards_of_an_erased_job_can_still_be_computed(world: World) -> None:

@@ -263,6 +263,7 @@ def _print_verified(found: Verified) -> None:
         (found.open, "still open"),
         (found.behind, "not yet credited"),
         (found.late, "with spans later than the retention"),
+        (found.erased, "credits whose token ids were erased, or content.keys names no store that has them"),
         (found.unread_records, "records of spans not yet assembled or archived"),
     ):
         if count:

@@ -11,7 +11,7 @@ changes no number (``value_model``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -30,6 +30,9 @@ from spanloop.schemas.events import FeedbackReceived, decode
 from spanloop.schemas.ids import orchestration_id
 from spanloop.schemas.orchestration import OrchestrationContent
 from spanloop.schemas.settings import Pipeline
+
+if TYPE_CHECKING:
+    from spanloop.pipeline.sealing.vault import Vault
 
 __all__ = ["Assembled", "Deriver", "Group", "assemble"]
 
@@ -54,6 +57,8 @@ class Assembled(msgspec.Struct):
     """Last of each derived topic."""
     late: bool
     """Had spans that the stream refused as later than the retention."""
+    erased: bool = False
+    """Token arrays of its calls can no longer be read."""
 
 
 class _Whole(Component):
@@ -182,6 +187,7 @@ class Deriver:
         settings: Weights, holdout, kind of credit.
         asking: The value model of (tenant, version), None where it is not there.
         version_of: Which version counts for an orchestration.
+        vault: Opens token arrays while something is derived from them; results stay sealed.
     """
 
     def __init__(
@@ -189,7 +195,9 @@ class Deriver:
         settings: Pipeline,
         asking: Callable[[str, str], Asking | None],
         version_of: Callable[[Assembled], str],
+        vault: Vault | None = None,
     ) -> None:
+        self._vault = vault
         self._settings = settings
         self._terms = RewardTerms.of(settings)
         self._asking = asking
@@ -199,9 +207,16 @@ class Deriver:
 
     def add(self, item: Assembled) -> list[Result]:
         """Take an orchestration; returns the results that are ready."""
-        composite = compose(item.content, item.feedback, complete=item.complete, terms=self._terms)
+        content = item.content
+        if self._vault is not None:
+            content = self._vault.open_content(content)
+        item.erased = any(
+            call.sealed and opened is call
+            for call, opened in zip(item.content.calls, content.calls, strict=True)
+        )
+        composite = compose(content, item.feedback, complete=item.complete, terms=self._terms)
         version = self._version_of(item)
-        draft = Draft(item.content, composite, version)
+        draft = Draft(content, composite, version)
         key = (item.content.tenant, version)
         waiting = self._waiting.setdefault(key, [])
         waiting.append((item, draft))

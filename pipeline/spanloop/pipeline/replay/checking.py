@@ -30,7 +30,7 @@ __all__ = ["NAME", "verify_archive"]
 NAME = "verify"
 """Of the replay, so that a stopped one goes on."""
 _COLUMNS = (
-    "tenant", "orchestration_id", "complete", "touched_ns", "late", "version", "problem", "content_hash", "rewards_hash",
+    "tenant", "orchestration_id", "complete", "touched_ns", "late", "erased", "version", "problem", "content_hash", "rewards_hash",
     "credit_hash", "recorded",
 )  # fmt: skip
 _LAG_NS = 5_000_000_000
@@ -100,9 +100,11 @@ def _compare(row: dict[str, Any], recent: bool, found: Verified) -> None:
             found.differences.append(Difference(*key, what, *hashes))
         return
     differences = []
-    if row["problem"]:
+    if row["problem"] and not row["erased"]:
         differences.append(Difference(*key, "credit", row["problem"]))
     for what, topic in (("rewards", topics.REWARDS), ("credit", topics.CREDITS)):
+        if what == "credit" and row["erased"]:
+            continue
         published = recorded.get(topic)
         pair = published.hash if published is not None else "", row[f"{what}_hash"]
         if pair[0] != pair[1] and not (what == "credit" and row["problem"]):
@@ -112,6 +114,9 @@ def _compare(row: dict[str, Any], recent: bool, found: Verified) -> None:
         return
     found.orchestrations += 1
     found.rewards += 1
-    found.credits += topics.CREDITS in recorded or bool(row["credit_hash"])
+    if row["erased"]:
+        found.erased += 1
+    else:
+        found.credits += topics.CREDITS in recorded or bool(row["credit_hash"])
     found.equal += not differences
     found.differences += differences

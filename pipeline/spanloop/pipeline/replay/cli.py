@@ -210,6 +210,10 @@ def _print_manifest(manifest: Manifest, root: Path) -> None:
             counts.problems,
             "orchestrations without credit: their value model is missing, or they cannot be made",
         ),
+        (
+            counts.erased,
+            "orchestrations whose token ids cannot be read (erased, or content.keys names no store that has them): no token accounts",
+        ),
         (counts.bad, "records or spans that cannot be read: bad.jsonl names them"),
     ):
         if count:

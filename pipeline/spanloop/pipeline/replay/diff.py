@@ -102,6 +102,8 @@ class Diff(msgspec.Struct):
     same: int = 0
     only_a: int = 0
     only_b: int = 0
+    erased: int = 0
+    """Orchestrations whose token ids only one side could read: their credit and samples are not compared."""
     changed: dict[str, int] = {}
     """Orchestrations by what changed of them; one counts under each."""
     histogram: list[tuple[float, int]] = []
@@ -160,7 +162,7 @@ class _Comparison:
             what = ["only_b" if row["a_content_hash"] is None else "only_a"]
             setattr(found, what[0], getattr(found, what[0]) + 1)
         else:
-            for name in HASHES:
+            for name in HASHES[:2] if row["partly"] else HASHES:
                 if row[f"a_{name}"] != row[f"b_{name}"]:
                     what.append(name.removesuffix("_hash"))
                     found.changed[what[-1]] = found.changed.get(what[-1], 0) + 1
@@ -264,7 +266,7 @@ def diff(a: ResultSet, b: ResultSet, *, top: int = 10) -> Diff:
     """
     with Pairing(a, b) as pairing:
         comparison = _Comparison(Diff(_side(a, pairing.totals("a")), _side(b, pairing.totals("b"))), top)
-        comparison.found.same = pairing.same()
+        comparison.found.same, comparison.found.erased = pairing.same(), pairing.erased()
         for row in pairing.different():
             comparison.key(row)
         for row in pairing.pairs():

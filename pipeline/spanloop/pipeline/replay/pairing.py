@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from spanloop.pipeline.replay.results import ResultSet
 
 __all__ = ["HASHES", "Pairing"]
@@ -54,6 +56,10 @@ class Pairing:
         count, credited, team = _one(self._db, sql)
         return count, credited, int(team or 0)
 
+    def erased(self) -> int:
+        """Orchestrations whose token ids only one side could read: their credit and samples are not compared."""
+        return _one(self._db, f"SELECT count(*) FROM a JOIN b USING ({_KEYS}) WHERE a.erased <> b.erased")[0]  # noqa: S608
+
     def same(self) -> int:
         """Orchestrations that are equal."""
         both = _one(self._db, f"SELECT count(*) FROM a JOIN b USING ({_KEYS})")[0]  # noqa: S608
@@ -75,21 +81,25 @@ def _view(db: Any, name: str, found: ResultSet) -> None:
     if not paths:
         db.execute(
             f"CREATE VIEW {name} AS SELECT NULL::VARCHAR tenant, NULL::VARCHAR orchestration_id, NULL::BIGINT team, "
-            "NULL::BLOB credit, NULL::BLOB samples, "
+            "NULL::BLOB credit, NULL::BLOB samples, NULL::BOOLEAN erased, "
             + ", ".join(f"NULL::VARCHAR {h}" for h in HASHES)
             + " WHERE false"
         )
         return
+    known = "erased" in pq.read_schema(paths[0]).names  # a set of an older version has not
     listed = ", ".join("'" + path.replace("'", "''") + "'" for path in paths)
-    db.execute(f"CREATE VIEW {name} AS SELECT * FROM read_parquet([{listed}]) WHERE content_hash <> ''")  # noqa: S608
+    more = "" if known else ", false AS erased"
+    db.execute(f"CREATE VIEW {name} AS SELECT *{more} FROM read_parquet([{listed}]) WHERE content_hash <> ''")  # noqa: S608
 
 
 def _changed(db: Any) -> int:
     """Make the table of orchestrations that differ; returns how many."""
     sides = ", ".join(f"{s}.{n} AS {s}_{n}" for s in "ab" for n in (*HASHES, "team"))
-    unequal = " OR ".join(f"a.{n} IS DISTINCT FROM b.{n}" for n in HASHES)
+    unequal = [f"a.{n} IS DISTINCT FROM b.{n}" for n in HASHES]
+    partly = "coalesce(a.erased <> b.erased, false)"
     db.execute(
-        f"CREATE TABLE changed AS SELECT {_KEYS}, {sides} FROM a FULL JOIN b USING ({_KEYS}) WHERE {unequal}"  # noqa: S608
+        f"CREATE TABLE changed AS SELECT {_KEYS}, {sides}, {partly} AS partly FROM a FULL JOIN b USING ({_KEYS}) "  # noqa: S608
+        f"WHERE {' OR '.join(unequal[:2])} OR NOT {partly} AND ({' OR '.join(unequal[2:])})"
     )
     return _one(db, "SELECT count(*) FROM changed")[0]
 
@@ -111,7 +121,7 @@ def _pairs(db: Any, changed: int, scratch: Path) -> Iterator[dict[str, Any]]:
                 tables[side] = f"(SELECT {_KEYS}, credit, samples, 0 AS part FROM {side} WHERE false)"  # noqa: S608
     for part in range(parts):
         own = {s: f"(SELECT * FROM {t} WHERE part = {part})" if parts > 1 else t for s, t in tables.items()}  # noqa: S608
-        which = f"WHERE hash({_KEYS}) % {parts} = {part}"
+        which = f"WHERE NOT partly AND hash({_KEYS}) % {parts} = {part}"
         yield from _rows(
             db.execute(
                 f"SELECT {_KEYS}, a.credit a_credit, a.samples a_samples, b.credit b_credit, b.samples b_samples "  # noqa: S608

@@ -17,6 +17,7 @@ from spanloop.pipeline.archive.raw import ArchiveStore
 from spanloop.pipeline.ports import topic_of
 from spanloop.pipeline.replay.results import check_name, code_version
 from spanloop.pipeline.replay.source import Chunk, plan_chunks
+from spanloop.pipeline.sealing.opening import keys_path
 from spanloop.schemas import topics
 from spanloop.schemas.errors import ConfigError
 from spanloop.schemas.settings import Pipeline, Settings
@@ -58,6 +59,8 @@ class Plan(msgspec.Struct, frozen=True):
     buckets: int
     chunks: dict[str, list[Chunk]]
     """Topic -> what to read of it."""
+    keys: str = ""
+    """Key store that opens sealed token arrays; empty: there is none, and what is sealed counts as erased."""
 
     @property
     def pipeline(self) -> Pipeline:
@@ -145,7 +148,13 @@ def make_plan(
         since_ns=since_ns, until_ns=until_ns, archive=_archive_url(settings), endpoint=settings.archive.endpoint,
         contained=contained, code_version=code_version(), compare=compare,
         buckets=max(1, min(4096, -(-size // bucket_bytes))), chunks=chunks,
+        keys=_keys(settings),
     )  # fmt: skip
+
+
+def _keys(settings: Settings) -> str:
+    path = keys_path(settings).absolute()
+    return str(path) if path.exists() else ""
 
 
 def _archive_url(settings: Settings) -> str:

@@ -176,7 +176,7 @@ def _result(events: dict[str, Event], appended_ns: int) -> Result | None:
     samples = samples if isinstance(samples, SamplesBuilt) and samples.excluded != _VOID else None
     return Result(
         tenant=orchestration.tenant, orchestration_id=orchestration.orchestration_id, complete=orchestration.complete,
-        spans=0, first_ns=appended_ns, touched_ns=appended_ns, late=False, feedback=0,
+        spans=0, first_ns=appended_ns, touched_ns=appended_ns, late=False, erased=False, feedback=0,
         version=credit.value_model if credit else "", status=rewards.status if rewards else "",
         team=rewards.team if rewards else None, problem="", content_hash=content_hash(orchestration.content),
         rewards_hash=rewards_hash(rewards), credit_hash=credit_hash(credit), samples_hash=samples_hash(samples),

@@ -47,6 +47,7 @@ SCHEMA = pa.schema(
         ("first_ns", pa.int64()),
         ("touched_ns", pa.int64()),
         ("late", pa.bool_()),
+        ("erased", pa.bool_()),
         ("feedback", pa.int32()),
         ("version", pa.string()),
         ("status", pa.string()),
@@ -82,6 +83,8 @@ class Result(msgspec.Struct, frozen=True):
     touched_ns: int
     late: bool
     """Has spans that the stream refused as later than the retention: the log is right to differ."""
+    erased: bool
+    """Its token ids cannot be read any more: credit and samples are without them, the stream's need not be."""
     feedback: int
     version: str
     """Value model."""
@@ -120,6 +123,7 @@ def result_of(item: Assembled, signal: Signal, version: str, problem: str) -> Re
         first_ns=item.first_ns,
         touched_ns=item.touched_ns,
         late=item.late,
+        erased=item.erased,
         feedback=len(item.feedback),
         version=version,
         status=signal.rewards.status,
@@ -141,7 +145,7 @@ def missing(row: VersionRow) -> Result:
     """The row of an orchestration that only the log has."""
     recorded = msgspec.json.encode({row.topic: row})
     return Result(
-        row.tenant, row.orchestration_id, row.complete, 0, row.appended_ns, row.appended_ns, False, 0, "", "", None, "",
+        row.tenant, row.orchestration_id, row.complete, 0, row.appended_ns, row.appended_ns, False, False, 0, "", "", None, "",
         "", "", "", "", recorded, b"", b"", b"", b"",
     )  # fmt: skip
 
@@ -179,6 +183,8 @@ class Counts(msgspec.Struct):
     """Orchestrations that began before or after the range, left out."""
     problems: int = 0
     """Without credit because their value model is missing, or that could not be assembled."""
+    erased: int = 0
+    """Orchestrations whose token ids cannot be read: their key was destroyed, or is not in this deployment's key store."""
 
     def add(self, other: Counts) -> None:
         """Sum up."""

@@ -14,12 +14,20 @@ _SHOWN = {"only_a": "only in A", "only_b": "only in B"}
 def lines(found: Diff) -> list[str]:
     """What ``spanloop diff`` prints."""
     text = [f"A {_side(found.a)}", f"B {_side(found.b)}"]
+    erased = (
+        f"{found.erased:,} without their token ids on one side: credit and samples of these are not compared"
+    )
     if found.equal:
-        return [*text, f"all {found.same:,} orchestrations are equal"]
+        return [
+            *text,
+            f"all {found.same:,} orchestrations are equal",
+            *([f"  {erased}"] if found.erased else []),
+        ]
     parts = [f"{found.same:,} equal"]
     parts += [f"{count:,} with other {what}" for what, count in found.changed.items()]
     parts += [f"{count:,} {_SHOWN[name]}" for name in ("only_a", "only_b") if (count := getattr(found, name))]
     text.append("orchestrations: " + ", ".join(parts))
+    text += [f"  {erased}"] if found.erased else []
     changed = [(edge, count) for edge, count in found.histogram if count]
     if changed:
         most = max(count for _, count in changed)

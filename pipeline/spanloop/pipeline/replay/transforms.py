@@ -39,6 +39,7 @@ from spanloop.pipeline.replay.plan import Plan
 from spanloop.pipeline.replay.reading import Bad
 from spanloop.pipeline.replay.results import Counts, Part, PartWriter, Result, missing
 from spanloop.pipeline.replay.spill import Labels, buckets_of, read_spill
+from spanloop.pipeline.sealing.opening import vault_at
 from spanloop.pipeline.signal import NO_MODEL
 from spanloop.schemas import topics
 
@@ -83,10 +84,16 @@ class Derive(beam.DoFn):
     def setup(self) -> None:
         """Once a worker."""
         self._models = Models(open_files(self._url, self._endpoint), f"{self._plan.name}/models")
+        self._vault = vault_at(self._plan.keys)
+
+    def teardown(self) -> None:
+        """Close the key store."""
+        if self._vault is not None:
+            self._vault.keys.close()
 
     def start_bundle(self) -> None:
         """Nothing waits."""
-        self._deriver = Deriver(self._plan.pipeline, self._models.asking, self._version)
+        self._deriver = Deriver(self._plan.pipeline, self._models.asking, self._version, self._vault)
         self._report = Report(Counts())
 
     def _version(self, item: Assembled) -> str:
@@ -127,6 +134,7 @@ class Derive(beam.DoFn):
             counts.credited += bool(result.credit_hash)
             counts.samples += bool(result.samples)
             counts.problems += bool(result.problem)
+            counts.erased += result.erased
         return results
 
     def finish_bundle(self) -> Any:

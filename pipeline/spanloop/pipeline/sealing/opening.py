@@ -14,7 +14,7 @@ from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.events import SamplesBuilt, decode, encode
 from spanloop.schemas.settings import Settings
 
-__all__ = ["OpenedLog", "keys_path", "open_vault", "opened_log"]
+__all__ = ["OpenedLog", "keys_path", "open_vault", "opened_log", "vault_at"]
 
 _MARK = b'"sealed":"'
 
@@ -34,6 +34,13 @@ def open_vault(settings: Settings) -> Vault | None:
     if not settings.content.subject_keys and not path.exists():
         return None
     return Vault(SqliteKeys(path))
+
+
+def vault_at(path: str) -> Vault | None:
+    """The vault over a key store that is there, for a process that only opens; None: no path."""
+    from spanloop.pipeline.sealing.keys_sqlite import SqliteKeys
+
+    return Vault(SqliteKeys(Path(path), create=False)) if path else None
 
 
 class OpenedLog:
