@@ -20,7 +20,7 @@ from learner_world import append, counts
 from spanloop.learner import checkpoint as checkpoints
 from spanloop.learner import hf_base
 from spanloop.learner import promoter as promoters
-from spanloop.learner.batches import to_rollout
+from spanloop.learner.batches import Call, Decision, Rollout, to_rollout
 from spanloop.learner.hf_policy import HfPolicy
 from spanloop.learner.history import read_policies
 from spanloop.learner.model import load_artifact, save_artifact
@@ -299,3 +299,44 @@ def test_threads_and_denormals_are_set() -> None:
     initialise_torch(1)
     assert float(torch.tensor([1e-40]) * 1.0) == 0.0
     assert torch.get_num_threads() == 1
+
+
+def test_packed_trees_train_as_rows_do(model: Path) -> None:
+    """Conversations whose turns repeat what was said: the same gradient to 1e-5, from fewer tokens."""
+    rng = np.random.default_rng(3)
+    rollouts = [_conversation(rng, number) for number in range(6)]
+    assert first_policy(model)._base.packs
+    found = []
+    for packing in (False, True):
+        updater = Updater(first_policy(model))
+        hyper = hyper_of(
+            settings(
+                Path("unused"),
+                model,
+                packing=packing,
+                epochs=1,
+                minibatch_orchestrations=6,
+                learning_rate=1e-3,
+            )
+        )
+        updater.train(rollouts, hyper, 1)
+        found.append(updater.tensors())
+    rows, trees = found
+    for name in rows:
+        if name.endswith("/first"):
+            scale = float(rows[name].abs().max())
+            assert float((rows[name] - trees[name]).abs().max()) <= 1e-5 * scale + 1e-12, name
+
+
+def _conversation(rng: np.random.Generator, number: int) -> Rollout:
+    """Four turns, each with all before it as its prompt."""
+    said: list[int] = rng.integers(1, 15, 10).tolist()
+    calls = []
+    for _ in range(4):
+        answer = rng.integers(1, 15, 2).tolist()
+        decisions = tuple(
+            Decision(len(said) + k - 1, (), 0, -2.0, float(rng.normal())) for k in range(len(answer))
+        )
+        calls.append(Call((*said, *answer), decisions))
+        said = [*said, *answer, *rng.integers(1, 15, 2).tolist()]
+    return Rollout(f"o{number}", 1, "g", 0.0, 0.0, (0,), tuple(calls))

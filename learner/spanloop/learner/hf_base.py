@@ -15,19 +15,22 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from spanloop.learner.hf_artifact import HfConfig
+from spanloop.learner.packing import Packed, pack
 from spanloop.schemas.errors import ConfigError, SchemaError
 from spanloop.schemas.settings import Learner
 
-__all__ = ["Base", "base_of_settings", "config_of", "open_base", "open_model"]
+__all__ = ["Base", "base_of_settings", "config_of", "open_base", "open_model", "packed_tensors"]
 
 _PREFIX = "base_model.model."
 """Before peft's names of layers in an adapter file."""
 _HASHED = ("config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _BASES: dict[HfConfig, Base] = {}
+_PACKED_ATOL = {"float32": 1e-4, "bfloat16": 5e-2}
 
 
 class Base:
@@ -64,6 +67,8 @@ class Base:
         self.direct = self._is_direct()
         """Whether the head alone turns final states into logits. Some models scale or cap them after it; then the whole
         model is asked, which costs logits at every position."""
+        self.packs = self._packs()
+        """Whether rows that share a prefix can go through as a tree (``packing``)."""
 
     def bind(self, tensors: Mapping[str, nn.Parameter]) -> None:
         """Compute with these tensors from now on. A backward pass has to come before the next bind."""
@@ -77,6 +82,45 @@ class Base:
         return (
             self._decoder(**arguments).last_hidden_state if self.direct else self._model(**arguments).logits
         )
+
+    def packed_states(self, ids_RL: Tensor, positions_RL: Tensor, seen_RLL: Tensor) -> Tensor:
+        """``states`` of packed trees: each token sees those that ``seen_RLL`` says, at the position that it has in its row."""
+        dtype = next(self._model.parameters()).dtype
+        mask_R1LL = torch.zeros(seen_RLL.shape, dtype=dtype, device=seen_RLL.device)[:, None]
+        mask_R1LL.masked_fill_(~seen_RLL[:, None], torch.finfo(dtype).min)
+        arguments = {
+            "input_ids": ids_RL, "position_ids": positions_RL, "attention_mask": mask_R1LL, "use_cache": False,
+        }  # fmt: skip
+        return (
+            self._decoder(**arguments).last_hidden_state if self.direct else self._model(**arguments).logits
+        )
+
+    @torch.no_grad()
+    def _packs(self) -> bool:
+        """Whether a packed tree gives what its rows give: tried once, as some models have other positions or masks of their own."""
+        settings: Any = self._model.config
+        window = getattr(settings.get_text_config(), "sliding_window", None)
+        if window and window < self.config.context:
+            return False
+        ids = [
+            np.array([1, 2, 3, 4, 5, 6, 7, 8, *more]) % self.config.vocabulary_size
+            for more in ([9, 1], [2, 2, 5])
+        ]
+        packed = pack([*ids, ids[0][::-1]])
+        try:
+            tree = self.packed_states(*packed_tensors(packed, self.device))
+            flat = tree.reshape(-1, tree.shape[-1])
+            for row, places in zip([*ids, ids[0][::-1]], packed.places, strict=True):
+                ids_1T = torch.from_numpy(row.copy())[None].to(self.device)
+                alone = self.states(ids_1T, torch.tensor([len(row)], device=self.device))[0]
+                here = flat[torch.from_numpy(places).to(self.device)]
+                if not torch.allclose(
+                    alone.float(), here.float(), rtol=1e-2, atol=_PACKED_ATOL[self.config.dtype]
+                ):
+                    return False
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return False
+        return True
 
     def logits(self, states_NW: Tensor) -> Tensor:
         """Logits (N, V), float32."""
@@ -101,6 +145,13 @@ class Base:
             return bool(torch.allclose(self._head(states).float(), wanted, rtol=1e-5, atol=1e-5))
         except (AttributeError, RuntimeError, TypeError):
             return False
+
+
+def packed_tensors(packed: Packed, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids (R, L), positions (R, L) and what each token sees (R, L, L)."""
+    arrays = (packed.ids_RL, packed.positions_RL, packed.seen_RLL())
+    ids_RL, positions_RL, seen_RLL = (torch.from_numpy(array).to(device) for array in arrays)
+    return ids_RL, positions_RL, seen_RLL
 
 
 def open_model(folder: str, dtype: str) -> Any:

@@ -17,15 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spanloop.learner import hf_artifact
 from spanloop.learner.hf_artifact import HfConfig, HfManifest
-from spanloop.learner.hf_base import Base, base_of_settings, open_base
+from spanloop.learner.hf_base import Base, base_of_settings, open_base, packed_tensors
 from spanloop.learner.losses import decision_log_probs, menu_log_probs
 from spanloop.learner.model import TensorBatch, Tolerance, other_policy
+from spanloop.learner.packing import pack
 from spanloop.learner.tokenizer import Tokenizer
 from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.settings import Settings
@@ -95,7 +97,8 @@ class HfPolicy:
 
     def decide(self, batch: TensorBatch) -> tuple[Tensor, Tensor]:
         """See ``model.Policy``. Logits exist for a few decisions at a time."""
-        hidden_NW = self._states(batch.ids_BT, batch.lengths_B, batch.row_N, batch.position_N)
+        states = self._tree_states if batch.packed and self._base.packs else self._states
+        hidden_NW = states(batch.ids_BT, batch.lengths_B, batch.row_N, batch.position_N)
         score = _score_any if bool(batch.full_N.any()) else _score_menus
         few = max(1, LOGITS_MAX // self.config.vocabulary_size)
         found: list[tuple[Tensor, Tensor]] = []
@@ -133,6 +136,17 @@ class HfPolicy:
         self._base.bind(self._lora)
         states_BTW = self._base.states(ids_BT.to(device), lengths_B.to(device))
         return states_BTW[row_N.to(device), position_N.to(device)]
+
+    def _tree_states(self, ids_BT: Tensor, lengths_B: Tensor, row_N: Tensor, position_N: Tensor) -> Tensor:
+        """``_states`` with what rows share computed once."""
+        rows = [ids[:length] for ids, length in zip(ids_BT.numpy(), lengths_B.tolist(), strict=True)]
+        packed = pack(rows)
+        self._base.bind(self._lora)
+        states_RLW = self._base.packed_states(*packed_tensors(packed, self._base.device))
+        place_N = np.array(
+            [packed.places[r][p] for r, p in zip(row_N.tolist(), position_N.tolist(), strict=True)], np.int64
+        )
+        return states_RLW.reshape(-1, states_RLW.shape[-1])[torch.from_numpy(place_N).to(self._base.device)]
 
 
 def _score_any(

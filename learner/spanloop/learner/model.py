@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from spanloop.learner.arrays import Arrays
 from spanloop.learner.losses import FullVocabulary, taken, with_exploration
+from spanloop.learner.packing import cuts
 from spanloop.schemas.canonical import decode_json
 from spanloop.schemas.errors import ConfigError, SchemaError
 
@@ -209,27 +210,42 @@ class TensorBatch(msgspec.Struct, frozen=True):
     valued_N: Tensor
     weight_N: Tensor
     full_N: Tensor
+    packed: bool = False
+    """Rows that share a prefix may go through as one tree; changes the last bits."""
 
     @classmethod
     def of(cls, arrays: Arrays) -> TensorBatch:
-        return cls(*(torch.from_numpy(getattr(arrays, name)) for name in cls.__struct_fields__))
+        names = (name for name in cls.__struct_fields__ if name != "packed")
+        tensors: dict[str, Any] = {name: torch.from_numpy(getattr(arrays, name)) for name in names}
+        return cls(**tensors)
 
     def parts(self, tokens: int) -> Iterator[tuple[TensorBatch, Tensor]]:
-        """Rows of similar length in parts of at most ``tokens`` padded tokens (at least one row each), and the indices
-        of each part's decisions. Decision weights stay as they are, so losses of the parts add up."""
+        """Rows in parts of at most ``tokens`` tokens that go through at once (at least one row each), and the indices of each
+        part's decisions. Of similar length, padding counted; where ``packed``, with shared prefixes counted once. Decision
+        weights stay as they are, so losses of the parts add up."""
         lengths = self.lengths_B.numpy()
-        order = np.argsort(-lengths, kind="stable")
         row_N = self.row_N.numpy()
-        start = 0
-        while start < len(order):
-            longest = int(lengths[order[start]])
-            few = order[start : start + max(1, tokens // longest)]
-            start += len(few)
+        for few in self._packed_rows(tokens) if self.packed else self._padded_rows(tokens):
+            longest = int(lengths[few].max())
             place = np.full(len(lengths), -1)
             place[few] = np.arange(len(few))
             index_N = np.flatnonzero(place[row_N] >= 0)
             if len(index_N):
                 yield self._take(torch.from_numpy(few), torch.from_numpy(index_N), place, longest)
+
+    def _padded_rows(self, tokens: int) -> Iterator[np.ndarray]:
+        lengths = self.lengths_B.numpy()
+        order = np.argsort(-lengths, kind="stable")
+        start = 0
+        while start < len(order):
+            few = order[start : start + max(1, tokens // int(lengths[order[start]]))]
+            start += len(few)
+            yield few
+
+    def _packed_rows(self, tokens: int) -> Iterator[np.ndarray]:
+        rows = [ids[:n] for ids, n in zip(self.ids_BT.numpy(), self.lengths_B.tolist(), strict=True)]
+        for few in cuts(rows, tokens):
+            yield np.array(few)
 
     def _take(
         self, rows: Tensor, index_N: Tensor, place: np.ndarray, longest: int
@@ -237,11 +253,12 @@ class TensorBatch(msgspec.Struct, frozen=True):
         taken_: dict[str, Tensor] = {
             name: getattr(self, name)[index_N]
             for name in self.__struct_fields__
-            if not name.endswith(("_B", "_BT"))
+            if name.endswith(("_N", "_NK"))
         }
         taken_["row_N"] = torch.from_numpy(place)[taken_["row_N"]]
         ids_BT = self.ids_BT[rows][:, :longest]
-        return TensorBatch(ids_BT=ids_BT, lengths_B=self.lengths_B[rows], **taken_), index_N
+        lengths_B = self.lengths_B[rows]
+        return TensorBatch(ids_BT=ids_BT, lengths_B=lengths_B, packed=self.packed, **taken_), index_N
 
 
 def scored(net: Policy, batch: TensorBatch) -> tuple[Tensor, FullVocabulary | None]:

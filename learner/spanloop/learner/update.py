@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spanloop.learner.arrays import collate, minibatches, standardised, summed, take
+from spanloop.learner.arrays import Arrays, collate, minibatches, standardised, summed, take
 from spanloop.learner.batches import Rollout, with_advantages
 from spanloop.learner.losses import CLOSED, LossTerms, joined, policy_loss
 from spanloop.learner.model import Policy, TensorBatch, scored
@@ -63,6 +63,8 @@ class Hyper(msgspec.Struct, frozen=True):
     """Direction of the all-action divergence, forward or reverse."""
     microbatch_tokens: int = 8192
     """Padded tokens that go through a large model at once (``Policy.microbatched``); less needs less memory."""
+    packing: bool = False
+    """A large model computes prefixes that rows share once (``packing``); changes the last bits."""
     standardise: bool = True
     """Divide account advantages by their root mean square over the batch (values keep their unit)."""
 
@@ -171,7 +173,7 @@ class Updater:
         arrays = collate(prepared, weighting=hyper.weighting)
         if hyper.standardise:
             arrays = standardised(arrays)
-        prox_NK = self._proximal(TensorBatch.of(arrays), hyper)
+        prox_NK = self._proximal(_tensors(arrays, hyper), hyper)
         temperature = hyper.temperature(batch)
         history: list[tuple[LossTerms, float]] = []
         for epoch in range(hyper.epochs):
@@ -182,7 +184,7 @@ class Updater:
                 few, index_N = take(arrays, part)
                 few = summed(few, hyper.weighting, hyper.horizon)
                 chosen_NK = prox_NK[torch.from_numpy(index_N)]
-                history.extend(self._step(TensorBatch.of(few), chosen_NK, hyper, temperature))
+                history.extend(self._step(_tensors(few, hyper), chosen_NK, hyper, temperature))
         return _summary(history) | {"temperature": temperature, **{k: float(v) for k, v in notes.items()}}
 
     def _parts(self, tensors: TensorBatch, hyper: Hyper) -> Iterator[tuple[TensorBatch, Tensor | None]]:
@@ -274,6 +276,10 @@ class Updater:
             updated.append(value.addcdiv(first, denominator, value=-hyper.learning_rate / (1.0 - 0.9**step)))
             moments[f"adam/{name}/first"], moments[f"adam/{name}/second"] = first, second
         return updated, moments
+
+
+def _tensors(arrays: Arrays, hyper: Hyper) -> TensorBatch:
+    return msgspec.structs.replace(TensorBatch.of(arrays), packed=hyper.packing)
 
 
 def _summary(history: Sequence[tuple[LossTerms, float]]) -> dict[str, float]:

@@ -312,7 +312,9 @@ class Learner(_Section):
     max_length: int = Field(1024, ge=16)
     """Longest prompt + response of the model in tokens; rows of longer ones are dropped and counted."""
     microbatch_tokens: int = Field(8192, ge=16)
-    """Padded tokens that go through the model at once; less needs less memory."""
+    """Tokens that go through the model at once, padding counted; less needs less memory."""
+    packing: bool = True
+    """Compute what rows of the model share at their beginning once (the turns of a conversation repeat it)."""
     probe_tolerance: float = Field(0.0, ge=0)
     """Mean difference (nats) between the learner's and serving's log-probabilities of a probe at which a version is
     refused, ten times that at one token. 0: by dtype, 0.001 for float32 and 0.06 for bfloat16; set it where the two differ in
