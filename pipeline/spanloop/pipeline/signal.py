@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from spanloop.pipeline.credit.anchors import DEFAULT, Choice, Estimates
 from spanloop.pipeline.credit.asking import Asking
 from spanloop.pipeline.credit.cast import Cast, cast_of
-from spanloop.pipeline.credit.estimates import Estimates, estimate
+from spanloop.pipeline.credit.estimates import estimate
 from spanloop.pipeline.credit.ledger import Ledger, ledger_of
 from spanloop.pipeline.credit.states import RAW
 from spanloop.pipeline.credit.value import dead_letter
@@ -55,6 +56,7 @@ __all__ = [
     "Draft",
     "Signal",
     "SignalStage",
+    "choice_of",
     "derive",
     "estimate_drafts",
     "finish_draft",
@@ -86,6 +88,7 @@ class Draft(msgspec.Struct):
     content: OrchestrationContent
     composite: Composite
     version: str
+    choice: Choice = DEFAULT
     cast: Cast | None = None
     estimates: Estimates | None = None
 
@@ -110,9 +113,14 @@ def derive(
         model: That model; None for ``NO_MODEL``.
     """
     composite = compose(content, list(feedback), complete=complete, terms=RewardTerms.of(settings))
-    draft = Draft(content, composite, version)
+    draft = Draft(content, composite, version, choice_of(settings, content.orchestration_id))
     estimate_drafts([draft], {version: Asking(model)} if model is not None else {})
     return finish_draft(draft, complete, settings)
+
+
+def choice_of(settings: Pipeline, orchestration_id: str) -> Choice:
+    """Which estimators the ledger of an orchestration uses."""
+    return Choice(settings.credit_agents, settings.credit_turns, settings.credit_lambda, orchestration_id)
 
 
 def estimate_drafts(drafts: list[Draft], models: Mapping[str, Asking]) -> None:
@@ -127,7 +135,7 @@ def estimate_drafts(drafts: list[Draft], models: Mapping[str, Asking]) -> None:
         asking = models.get(draft.version)
         before = asking.misses if asking else 0
         encode = asking.encode if asking is not None else RAW
-        draft.estimates = estimate(draft.cast, draft.composite.team or 0, asking, encode)
+        draft.estimates = estimate(draft.cast, draft.composite.team or 0, asking, encode, choice=draft.choice)
         if asking is not None and asking.misses > before:
             incomplete.append(draft)
             if len(incomplete) in _ANSWER_AT:
@@ -137,7 +145,9 @@ def estimate_drafts(drafts: list[Draft], models: Mapping[str, Asking]) -> None:
     for draft in incomplete:
         if draft.cast is not None:
             asking = models[draft.version]
-            draft.estimates = estimate(draft.cast, draft.composite.team or 0, asking, asking.encode)
+            draft.estimates = estimate(
+                draft.cast, draft.composite.team or 0, asking, asking.encode, choice=draft.choice
+            )
 
 
 def finish_draft(draft: Draft, complete: bool, settings: Pipeline) -> Signal:
@@ -363,7 +373,9 @@ class SignalStage:
             composite = compose(
                 content, self._store.feedback_on(key), complete=held.complete, terms=self._terms
             )
-            drafts[key] = Draft(content, composite, held.value_model or NO_MODEL)
+            version = held.value_model or NO_MODEL
+            choice = choice_of(self._settings, content.orchestration_id)
+            drafts[key] = Draft(content, composite, version, choice)
         versions = {(draft.content.tenant, draft.version) for draft in drafts.values()}
         by_tenant: dict[str, list[Draft]] = {}
         for draft in drafts.values():

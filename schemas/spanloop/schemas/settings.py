@@ -212,6 +212,13 @@ class Pipeline(_Section):
     holdout: float = Field(0.1, ge=0, lt=1)
     """Share of orchestrations kept for the gate."""
     credit: str = Field("ledger", pattern="^(ledger|team)$")
+    credit_agents: str = Field("auto", pattern="^(auto|leave_one_out)$")
+    """How agents that work side by side share what they brought (docs/credit.md). auto: Shapley values, with precedence where
+    one spawned another, over roles first where roles group them (Owen); exact up to 8, sampled up to 100."""
+    credit_turns: str = Field("value_difference", pattern="^(value_difference|gae)$")
+    """What a turn of the orchestrator without token ids is worth: what it added, or turn-level GAE."""
+    credit_lambda: float = Field(0.95, ge=0, le=1)
+    """lambda of gae: 0 trusts the value model, 1 the outcome."""
     value_every: int = Field(64, ge=1)
     """Publish a value model after so many new outcomes."""
     value_growth: float = Field(0.2, ge=0, le=1)

@@ -6,8 +6,11 @@ second run reads the values. States repeat a lot, so answers are remembered for 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from spanloop.pipeline.credit.progress import Bag
 from spanloop.pipeline.credit.states import State
-from spanloop.pipeline.credit.value_model import ValueModel
+from spanloop.pipeline.credit.value_model import Floats, StepReader, ValueModel
 
 __all__ = ["Asking"]
 
@@ -22,6 +25,10 @@ class Asking:
         self.encode = model.encoder
         self._known: dict[State, int] = {}
         self._asked: dict[State, None] = {}
+        self._steps: dict[int, int] = {}
+        self._members: dict[int, Floats] = {}
+        self._asked_steps: dict[int, tuple[Bag, Sequence[int]]] = {}
+        self._reader: StepReader | None = None
         self.misses = 0
         """How often a value was asked for that is not known yet."""
 
@@ -34,10 +41,26 @@ class Asking:
             return 0
         return known
 
+    def at(self, bag: Bag, key: int, added: Sequence[int]) -> int:
+        """The value of a state told as a chain, if known; else 0, and it is asked for."""
+        known = self._steps.get(key)
+        if known is None:
+            self._asked_steps[key] = (bag, added)
+            self.misses += 1
+            return 0
+        return known
+
+    def members(self, key: int) -> Floats | None:
+        """What each member of the ensemble says of a state told as a chain, units, shape (members,); None: not known yet."""
+        return self._members.get(key)
+
     def make_room(self) -> None:
         """Forget all answers when there are too many; call between batches only."""
         if len(self._known) > REMEMBERED_MAX:
             self._known.clear()
+        if len(self._steps) > REMEMBERED_MAX:
+            self._steps.clear()
+            self._members.clear()
 
     def answer(self) -> None:
         """Predict what was asked for."""
@@ -45,3 +68,10 @@ class Asking:
         self._asked.clear()
         if states:
             self._known.update(zip(states, self._model.predict_micro(states), strict=True))
+        if self._asked_steps:
+            if self._reader is None:
+                self._reader = StepReader(self._model)
+            micro, members = self._reader.predict(list(self._asked_steps.values()))
+            self._steps.update(zip(self._asked_steps, micro, strict=True))
+            self._members.update(zip(self._asked_steps, members, strict=True))
+            self._asked_steps.clear()

@@ -50,7 +50,7 @@ def leave_one_out(units: Sequence[str], value: Callable[[frozenset[str]], int | 
     for unit in units:
         without, alone = value(everyone - {unit}), value(frozenset((unit,)))
         if whole is None or without is None:
-            found[unit] = Estimate(None, UNKNOWN_VARIANCE, "residual/1")
+            found[unit] = Estimate(None, UNKNOWN_VARIANCE, "unidentified/1")
             continue
         raw = whole - without
         if alone is None or nothing is None:

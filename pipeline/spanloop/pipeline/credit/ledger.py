@@ -18,16 +18,18 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from spanloop.pipeline.credit.cast import Cast, cast_of, role_of
-from spanloop.pipeline.credit.estimates import (
+from spanloop.pipeline.credit.anchors import (
+    DEFAULT,
     ENVIRONMENT,
     NULL,
     UNKNOWN,
     Anchored,
+    Choice,
     Estimates,
     Value,
-    estimate,
 )
+from spanloop.pipeline.credit.cast import Cast, cast_of, role_of
+from spanloop.pipeline.credit.estimates import estimate
 from spanloop.pipeline.credit.reconcile import reconcile
 from spanloop.pipeline.credit.states import RAW, Encoder
 from spanloop.schemas.canonical import digest
@@ -106,7 +108,12 @@ def settle(accounts: Sequence[Account], total: int) -> tuple[CreditNode, ...]:
 
 
 def build_ledger(
-    content: OrchestrationContent, reward: int, value: Value | None, encode: Encoder = RAW
+    content: OrchestrationContent,
+    reward: int,
+    value: Value | None,
+    encode: Encoder = RAW,
+    *,
+    choice: Choice = DEFAULT,
 ) -> Ledger:
     """The ledger of one orchestration.
 
@@ -115,9 +122,10 @@ def build_ledger(
         reward: The team's reward, micro-units.
         value: The value model; None before the first version (then baseline 0 and even splits).
         encode: How it reads token states.
+        choice: Which estimators.
     """
     cast = cast_of(content)
-    return ledger_of(cast, estimate(cast, reward, value, encode), reward)
+    return ledger_of(cast, estimate(cast, reward, value, encode, choice=choice), reward)
 
 
 def ledger_of(cast: Cast, found: Estimates, reward: int) -> Ledger:

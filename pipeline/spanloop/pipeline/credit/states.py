@@ -19,7 +19,18 @@ from functools import lru_cache
 
 from spanloop.schemas.orchestration import ModelCall
 
-__all__ = ["RAW", "Encoder", "State", "by_token", "has_menus", "has_tokens", "is_forced", "step_state"]
+__all__ = [
+    "COUNT_MAX",
+    "RAW",
+    "Encoder",
+    "State",
+    "by_token",
+    "has_menus",
+    "has_tokens",
+    "is_forced",
+    "step_feature",
+    "step_state",
+]
 
 State = tuple[int, ...]
 """Feature ids of a state."""
@@ -62,7 +73,8 @@ def is_forced(call: ModelCall, index: int) -> bool:
 
 
 @lru_cache(maxsize=65_536)
-def _feature(kind: str, count: int) -> int:
+def step_feature(kind: str, count: int) -> int:
+    """Feature of the ``count``-th finished step of a kind."""
     return _NAMED | zlib.crc32(f"{kind}#{count}".encode("utf-8", "surrogatepass"))
 
 
@@ -77,7 +89,11 @@ def _step_state(kinds: tuple[str, ...]) -> State:
     counts = Counter(kinds)
     return tuple(
         sorted(
-            {_feature(kind, n) for kind, count in counts.items() for n in range(1, min(count, COUNT_MAX) + 1)}
+            {
+                step_feature(kind, n)
+                for kind, count in counts.items()
+                for n in range(1, min(count, COUNT_MAX) + 1)
+            }
         )
     )
 

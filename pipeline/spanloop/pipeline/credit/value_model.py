@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from spanloop.pipeline.credit.progress import Bag
 from spanloop.pipeline.credit.states import Encoder
 from spanloop.schemas.canonical import MICRO
 from spanloop.schemas.errors import SchemaError
 
-__all__ = ["ValueModel", "pack_array", "unpack_array"]
+__all__ = ["Floats", "StepReader", "ValueModel", "pack_array", "unpack_array"]
 
 Floats = NDArray[np.float64]
 Singles = NDArray[np.float32]
@@ -28,6 +29,7 @@ Singles = NDArray[np.float32]
 BLOCK = 256
 """Rows of one matrix product in ``predict``; a constant, because BLAS may sum differently for other shapes."""
 VALUE_LIMIT = 1e6
+QUANTA = 2.0**24
 KIND = "bag_mlp/1"
 INPUT_SCALE = 14.0
 """Features of a typical state; sets the scale of new rows."""
@@ -49,6 +51,14 @@ def unpack_array(packed: Mapping[str, Any]) -> Singles:
     if not np.isfinite(array).all():
         raise SchemaError("a packed array has values that are not finite")
     return array
+
+
+def _forward(bags: Floats, k: int, h: int, weights: Sequence[Floats]) -> Floats:
+    """From summed embeddings, shape (BLOCK, K * H), to what each member says, shape (K, BLOCK)."""
+    b1, w2, b2, w3, b3 = weights
+    hidden = np.maximum(bags.reshape(BLOCK, k, h).transpose(1, 0, 2) + b1, 0.0)
+    hidden = np.maximum(np.matmul(hidden, w2) + b2, 0.0)
+    return (np.matmul(hidden, w3) + b3)[..., 0]
 
 
 class ValueModel:
@@ -122,9 +132,7 @@ class ValueModel:
                 index.append(-1)
             bags = np.zeros((BLOCK, k * h))
             bags[: len(block)] = np.add.reduceat(flat[index], starts, axis=0)
-            hidden = np.maximum(bags.reshape(BLOCK, k, h).transpose(1, 0, 2) + b1, 0.0)
-            hidden = np.maximum(np.matmul(hidden, w2) + b2, 0.0)
-            values = (np.matmul(hidden, w3) + b3)[..., 0].mean(axis=0)
+            values = _forward(bags, k, h, (b1, w2, b2, w3, b3)).mean(axis=0)
             out[start : start + len(block)] = values[: len(block)]
         return np.clip(out, -VALUE_LIMIT, VALUE_LIMIT)
 
@@ -170,3 +178,54 @@ class ValueModel:
         if [weight.shape for weight in weights] != shapes or have != len(rows):
             raise SchemaError(f"a value model's weights have shapes {[w.shape for w in weights]}")
         return ValueModel(rows, rows_max, weights, encoder)
+
+
+class StepReader:
+    """V of states told as chains (``progress``): embeddings are rounded to multiples of 2^-24, so that their sums are exact in any
+    order, and the sum of a long chain is that of a shorter one and a few more."""
+
+    def __init__(self, model: ValueModel) -> None:
+        table, *rest = (weight.astype(np.float64) for weight in model.weights)
+        self._model = model
+        self._k, have, self._h = table.shape
+        flat = np.rint(table.transpose(1, 0, 2).reshape(have, self._k * self._h) * QUANTA) / QUANTA
+        self._flat = np.concatenate([flat, np.zeros((1, self._k * self._h))])
+        self._weights = rest
+
+    def predict(self, asked: Sequence[tuple[Bag, Sequence[int]]]) -> tuple[list[int], Floats]:
+        """Micro-units, and in units what each member says, shape (states, members), of bags with further features."""
+        micro: list[int] = []
+        told = np.empty((len(asked), self._k))
+        for start in range(0, len(asked), BLOCK):
+            block = asked[start : start + BLOCK]
+            bags = np.zeros((BLOCK, self._k * self._h))
+            bags[: len(block)] = self._sums([added for _, added in block])
+            for row, (bag, _) in enumerate(block):
+                bags[row] += self._vector(bag)
+            said = _forward(bags, self._k, self._h, self._weights)[:, : len(block)]
+            told[start : start + len(block)] = np.clip(said.T, -VALUE_LIMIT, VALUE_LIMIT)
+            means = np.clip(said.mean(axis=0), -VALUE_LIMIT, VALUE_LIMIT)
+            micro += [int(value) for value in np.rint(means * MICRO)]
+        return micro, told
+
+    def _sums(self, states: Sequence[Sequence[int]]) -> Floats:
+        index: list[int] = []
+        starts: list[int] = []
+        for state in states:
+            starts.append(len(index))
+            index += self._model.rows_of(state)
+            index.append(-1)
+        return np.add.reduceat(self._flat[index], starts, axis=0)
+
+    def _vector(self, bag: Bag) -> Floats:
+        chain: list[Bag] = []
+        at: Bag | None = bag
+        while at is not None and (at.model is not self or at.vector is None):
+            chain.append(at)
+            at = at.parent
+        total = at.vector if at is not None and at.vector is not None else np.zeros(self._k * self._h)
+        for link in reversed(chain):
+            if link.added:
+                total = total + self._sums([link.added])[0]
+            link.vector, link.model = total, self
+        return total

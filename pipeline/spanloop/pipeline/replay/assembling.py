@@ -24,7 +24,7 @@ from spanloop.pipeline.held import FEEDBACK_MAX, targets_of
 from spanloop.pipeline.replay.reading import FeedbackRow, SpansRow, VersionRow, decode_row
 from spanloop.pipeline.replay.results import Result, result_of
 from spanloop.pipeline.rewards.compose import RewardTerms, compose
-from spanloop.pipeline.signal import NO_MODEL, Draft, estimate_drafts, finish_draft
+from spanloop.pipeline.signal import NO_MODEL, Draft, choice_of, estimate_drafts, finish_draft
 from spanloop.schemas import topics
 from spanloop.schemas.events import FeedbackReceived, decode
 from spanloop.schemas.ids import orchestration_id
@@ -216,7 +216,7 @@ class Deriver:
         )
         composite = compose(content, item.feedback, complete=item.complete, terms=self._terms)
         version = self._version_of(item)
-        draft = Draft(content, composite, version)
+        draft = Draft(content, composite, version, choice_of(self._settings, content.orchestration_id))
         key = (item.content.tenant, version)
         waiting = self._waiting.setdefault(key, [])
         waiting.append((item, draft))

@@ -56,6 +56,7 @@ def sample_owen(
     evaluations: int = EVALUATIONS,
     seed: int = 0,
     noisy: bool = False,
+    antithetic: bool = False,
 ) -> Shares:
     """Owen values from random orders that keep unions together.
 
@@ -65,6 +66,7 @@ def sample_owen(
         evaluations: Coalitions to value at most; at least two blocks are drawn whatever it says.
         seed: Of the orders.
         noisy: As in ``sample_shapley``.
+        antithetic: As in ``sample_shapley``.
     """
     players = sum(len(union) for union in unions)
     _check(unions, players)
@@ -76,9 +78,12 @@ def sample_owen(
         rank = rng.permuted(np.tile(np.arange(len(unions)), (count, 1)), axis=1)
         return np.argsort(rank[:, union_of] + rng.random((count, players)), axis=1)
 
+    def block(orders: Orders) -> list[Orders]:
+        return [orders, orders[:, ::-1]] if antithetic else [orders]
+
     return sample_orders(
-        game, draw, lambda orders: [orders], players=players, evaluations=evaluations, seed=seed, noisy=noisy,
-        estimator="owen_sampled/1",
+        game, draw, block, players=players, evaluations=evaluations, seed=seed, noisy=noisy,
+        estimator="owen_sampled/1", **({"reverse": None} if antithetic else {}),
     )  # fmt: skip
 
 

@@ -114,7 +114,13 @@ def shapley_of(
 
 
 def sample_shapley(
-    game: Game, players: int, *, evaluations: int = EVALUATIONS, seed: int = 0, noisy: bool = False
+    game: Game,
+    players: int,
+    *,
+    evaluations: int = EVALUATIONS,
+    seed: int = 0,
+    noisy: bool = False,
+    antithetic: bool = False,
 ) -> Shares:
     """Shapley values from random orders.
 
@@ -124,6 +130,8 @@ def sample_shapley(
         evaluations: Coalitions to value at most; at least two blocks are drawn whatever it says.
         seed: The same seed gives the same result for the same game.
         noisy: The game gives another value each time (a replay): nothing is asked for once and used for all orders.
+        antithetic: Each order is followed by its reverse, without a pilot: which coalitions are asked for then does not
+            depend on their values.
 
     Source: METHODS 3.2 f; Castro et al. 2009; antithetic orders Mitchell et al. 2022.
     """
@@ -134,11 +142,12 @@ def sample_shapley(
     offsets = [players * k // ROTATIONS for k in range(min(ROTATIONS, players))]
 
     def block(orders: Orders) -> list[Orders]:
-        return [np.roll(orders, offset, axis=1) for offset in offsets]
+        turned = [np.roll(orders, offset, axis=1) for offset in offsets]
+        return [*turned, *(order[:, ::-1] for order in turned)] if antithetic else turned
 
     return sample_orders(
         game, draw, block, players=players, evaluations=evaluations, seed=seed, noisy=noisy,
-        estimator="shapley_sampled/1",
+        estimator="shapley_sampled/1", **({"reverse": None} if antithetic else {}),
     )  # fmt: skip
 
 
