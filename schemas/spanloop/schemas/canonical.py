@@ -27,6 +27,8 @@ MICRO = 1_000_000
 
 _encoder = msgspec.json.Encoder(order="sorted")
 _LENGTHS = tuple(size.to_bytes(8, "big") for size in range(256))
+_MARKS = tuple("\0" * 7 + chr(size) for size in range(128))
+"""Lengths as ``_LENGTHS`` has them, as text: of short ASCII parts the whole can be encoded at once."""
 
 
 def canonical_json(value: Any) -> bytes:
@@ -127,7 +129,20 @@ def decode_json(data: bytes | str, type_: type[T] = Any) -> T:  # type: ignore[a
 
 
 def digest(*parts: str | bytes | int) -> str:
-    """32 hex digits over the parts, each behind its length, so that ('a', 'bc') != ('ab', 'c')."""
+    """32 hex digits over the parts, each behind its length, so that ('a', 'bc') != ('ab', 'c').
+
+    >>> digest("a", "bc") == digest("a", b"bc"), digest("a", "bc") == digest("ab", "c")
+    (True, False)
+    """
+    try:
+        data = "".join([_MARKS[len(part)] + part for part in parts]).encode("ascii")  # type: ignore[arg-type, operator]
+    except (TypeError, IndexError, UnicodeEncodeError):
+        data = _framed(parts)
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _framed(parts: tuple[str | bytes | int, ...]) -> bytes:
+    """Each part in bytes behind its length, also long ones and such as are not ASCII."""
     pieces: list[bytes] = []
     for part in parts:
         if type(part) is str:
@@ -137,7 +152,7 @@ def digest(*parts: str | bytes | int) -> str:
         size = len(raw)
         pieces.append(_LENGTHS[size] if size < 256 else size.to_bytes(8, "big"))
         pieces.append(raw)
-    return hashlib.blake2b(b"".join(pieces), digest_size=16).hexdigest()
+    return b"".join(pieces)
 
 
 def content_hash(value: Any) -> str:

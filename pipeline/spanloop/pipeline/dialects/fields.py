@@ -16,6 +16,8 @@ from spanloop.schemas.canonical import digest
 from spanloop.schemas.spans import Span
 
 __all__ = [
+    "RESULT_PARTS",
+    "Heard",
     "answer_hash",
     "answered_calls",
     "argument_hashes",
@@ -30,12 +32,14 @@ __all__ = [
     "messages",
     "says_error",
     "text",
+    "text_at",
     "texts",
 ]
 
 _decode = msgspec.json.Decoder().decode
 _CALL_PARTS = frozenset({"tool_call", "tool-call", "function_call"})
-_RESULT_PARTS = frozenset({"tool_call_response", "tool-return", "tool_result"})
+RESULT_PARTS = frozenset({"tool_call_response", "tool-return", "tool_result"})
+"""Kinds of the parts of a message that are the results of tool calls."""
 _ARGUMENT_TEXTS = 16
 """Texts of one tool call's arguments that are hashed; more are no evidence of a delegation."""
 _LINKS = 128
@@ -50,6 +54,17 @@ def text(value: Any) -> str:
     if value is None:
         return ""
     return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
+
+
+def text_at(attributes: dict[str, Any], *keys: str) -> str:
+    """``text`` of the first of ``keys`` that is there and not None."""
+    for key in keys:
+        value = attributes.get(key)
+        if type(value) is str:
+            return value
+        if value is not None:
+            return text(value)
+    return ""
 
 
 def integer(value: Any) -> int | None:
@@ -106,10 +121,10 @@ def messages(value: Any) -> tuple[Any, bool]:
 def _process(resource: dict[str, Any]) -> str:
     """Which process a resource is; empty where it does not tell."""
     instance = text(resource.get("service.instance.id"))
+    if instance:
+        return _short_id(instance)
     pid = text(resource.get("process.pid"))
-    if not instance and not pid:
-        return ""
-    return _short_id(instance or f"{text(resource.get('host.name'))}/{pid}")
+    return _short_id(f"{text(resource.get('host.name'))}/{pid}") if pid else ""
 
 
 @lru_cache(256)
@@ -150,7 +165,7 @@ def answered_calls(conversation: Any) -> tuple[str, ...]:
     """Ids of the tool calls whose results stand in the messages, sorted."""
     found = set()
     for role, part in _parts(conversation):
-        if text(part.get("type")) in _RESULT_PARTS:
+        if text(part.get("type")) in RESULT_PARTS:
             found.add(text(part.get("id")) or text(part.get("tool_call_id")))
         elif role == "tool" and "tool_call_id" in part:
             found.add(text(part["tool_call_id"]))
@@ -169,15 +184,10 @@ class Heard(NamedTuple):
     """``first_user_hash``."""
 
 
-_UNHEARD = Heard((), (), "")
-
-
 def heard(conversation: Any) -> Heard:
     """``answered_calls``, ``fresh_answers`` and ``first_user_hash`` of a model call's input, read once: it is the longest text there is."""
     if not isinstance(conversation, list):
         return Heard(answered_calls(conversation), (), first_user_hash(conversation))
-    if not conversation:
-        return _UNHEARD
     found: set[str] = set()
     new: set[str] = set()
     task: str | None = None
@@ -193,7 +203,7 @@ def heard(conversation: Any) -> Heard:
             if not isinstance(part, dict):
                 continue
             kind = part.get("type", "text")
-            if type(kind) is str and kind in _RESULT_PARTS:
+            if type(kind) is str and kind in RESULT_PARTS:
                 call_id = text(part.get("id")) or text(part.get("tool_call_id"))
             elif role == "tool" and "tool_call_id" in part:
                 call_id = text(part["tool_call_id"])
@@ -242,8 +252,22 @@ def calls_hash(asked: tuple[Asked, ...]) -> str:
 def argument_hashes(arguments: Any) -> tuple[str, ...]:
     """``text_hash`` of the texts among a tool call's arguments (one level deep), sorted."""
     value, _ = messages(arguments)
-    candidates = list(value.values()) if isinstance(value, dict) else [arguments]
-    return tuple(sorted({text_hash(item) for item in candidates[:_ARGUMENT_TEXTS]} - {""}))
+    candidates = list(value.values())[:_ARGUMENT_TEXTS] if isinstance(value, dict) else [arguments]
+    found = {text_hash(item) for item in candidates}
+    found.discard("")
+    return tuple(sorted(found))
+
+
+class _Outcome(msgspec.Struct, gc=False):
+    """What of a tool's result, as JSON text, tells whether the tool failed."""
+
+    isError: Any = None
+    is_error: Any = None
+    status: Any = None
+    result: msgspec.Raw = msgspec.Raw()
+
+
+_decode_outcome = msgspec.json.Decoder(_Outcome).decode
 
 
 def says_error(result: Any) -> bool:
@@ -254,17 +278,35 @@ def says_error(result: Any) -> bool:
     >>> says_error("error"), says_error({"status": "ok"}), says_error({"error": None})
     (False, False, False)
     """
-    value, _ = messages(result) if isinstance(result, str | dict) else ({}, True)
+    if isinstance(result, str):
+        return result[:1] == "{" and _says_error(result)
+    if not isinstance(result, dict) or "$redacted" in result:
+        return False
     for _ in range(2):
-        if not isinstance(value, dict):
+        if not isinstance(result, dict):
             return False
-        if value.get("isError") is True or value.get("is_error") is True:
+        if _failed(result.get("isError"), result.get("is_error"), result.get("status")):
             return True
-        status = value.get("status")
-        if isinstance(status, str) and status.lower() in _FAILED:
-            return True
-        value = value.get("result")
+        result = result.get("result")
     return False
+
+
+def _says_error(result: str) -> bool:
+    """``says_error`` of a JSON object's text: what else stands in it, perhaps much, is not built."""
+    inner: str | msgspec.Raw = result
+    for _ in range(2):
+        try:
+            told = _decode_outcome(inner)
+        except (msgspec.DecodeError, RecursionError):
+            return False
+        if _failed(told.isError, told.is_error, told.status):
+            return True
+        inner = told.result
+    return False
+
+
+def _failed(is_error: Any, is_error_too: Any, status: Any) -> bool:
+    return is_error is True or is_error_too is True or (isinstance(status, str) and status.lower() in _FAILED)
 
 
 def base_fields(span: Span) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -18,14 +19,14 @@ from spanloop.pipeline.dialects.fields import (
     asked_calls,
     base_fields,
     first,
-    first_user_hash,
-    heard,
     integer,
     messages,
     says_error,
     text,
+    text_at,
     texts,
 )
+from spanloop.pipeline.dialects.histories import heard_in, task_in
 from spanloop.pipeline.dialects.operation import (
     AgentFacts,
     Asked,
@@ -111,9 +112,9 @@ def read_fields(
     fields["kind"] = kind
     if "error.type" in attributes and text(attributes["error.type"]):
         fields["status"] = "error"
-    fields["agent"] = text(first(attributes, "gen_ai.agent.name", "agent_name"))
-    fields["run_id"] = text(attributes.get("gen_ai.agent.call.id"))
-    fields["conversation"] = text(first(attributes, "gen_ai.conversation.id", "session.id"))
+    fields["agent"] = text_at(attributes, "gen_ai.agent.name", "agent_name")
+    fields["run_id"] = text_at(attributes, "gen_ai.agent.call.id")
+    fields["conversation"] = text_at(attributes, "gen_ai.conversation.id", "session.id")
     if kind == "model_call":
         fields["call"], bad = call_facts(attributes)
         if bad:
@@ -169,14 +170,24 @@ def engine_name(operation: str) -> str:
     return name if name != operation and name.isidentifier() and operation not in _KIND_OF_OPERATION else ""
 
 
+@cache
+def _usage_names(prefix: str) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Attributes that count input and output; the prefixes are the dialects' own."""
+    return (
+        (f"{prefix}.input_tokens", f"{prefix}.prompt_tokens"),
+        (f"{prefix}.output_tokens", f"{prefix}.completion_tokens"),
+    )
+
+
 def usage(attributes: dict[str, Any], *prefixes: str) -> tuple[int | None, int | None]:
     """(input, output) tokens; the pair 0, 0 is what a default writes where nothing was counted: unknown."""
     tokens_in = tokens_out = None
     for prefix in prefixes:
+        names_in, names_out = _usage_names(prefix)
         if tokens_in is None:
-            tokens_in = integer(first(attributes, f"{prefix}.input_tokens", f"{prefix}.prompt_tokens"))
+            tokens_in = integer(first(attributes, *names_in))
         if tokens_out is None:
-            tokens_out = integer(first(attributes, f"{prefix}.output_tokens", f"{prefix}.completion_tokens"))
+            tokens_out = integer(first(attributes, *names_out))
         if tokens_in is not None and tokens_out is not None:
             break
     return (None, None) if not tokens_in and not tokens_out else (tokens_in, tokens_out)
@@ -191,12 +202,11 @@ def call_facts(attributes: dict[str, Any]) -> tuple[CallFacts, bool]:
         asked = tuple(Asked(i, n) for i, n in _CUT_CALL.findall(said))
     elif not output:
         asked = _old_calls(attributes)
-    history, history_ok = messages(attributes.get("gen_ai.input.messages"))
+    told, history_ok = heard_in(attributes.get("gen_ai.input.messages"))
     tokens_in, tokens_out = usage(attributes, "gen_ai.usage", "llm.usage")
-    told = heard(history)
     facts = CallFacts(
-        model=text(first(attributes, "gen_ai.response.model", "gen_ai.request.model")),
-        response_id=text(attributes.get("gen_ai.response.id")),
+        model=text_at(attributes, "gen_ai.response.model", "gen_ai.request.model"),
+        response_id=text_at(attributes, "gen_ai.response.id"),
         input_tokens=tokens_in,
         output_tokens=tokens_out,
         finish_reasons=texts(attributes.get("gen_ai.response.finish_reasons")),
@@ -242,7 +252,7 @@ def agent_facts(attributes: dict[str, Any], *task_keys: str) -> AgentFacts:
     task = ""
     for key in (*task_keys, "gen_ai.input.messages"):
         if not task and key in attributes:
-            task = first_user_hash(messages(attributes[key])[0])
+            task = task_in(attributes[key])
     tokens_in, tokens_out = usage(attributes, "gen_ai.aggregated_usage", "gen_ai.usage")
     return AgentFacts(task_hash=task, input_tokens=tokens_in, output_tokens=tokens_out)
 
