@@ -11,14 +11,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 
+import msgspec
+
 from spanloop.pipeline.assembly.one_call import above_call, pairs_by_text
 from spanloop.pipeline.assembly.tree import Tree
 from spanloop.pipeline.dialects.operation import CallFacts, GatewayFacts, Operation
 from spanloop.schemas.orchestration import MenuOption, ModelCall, TokenUsage, ToolCall
 
 __all__ = ["Calls", "collect_calls", "token_usage"]
-
-_NO_GATEWAY = GatewayFacts()
 
 
 class Calls:
@@ -34,21 +34,18 @@ class Calls:
         """Calls of each agent run in order of start."""
         self.unplaced: set[int] = set()
         """Calls written onto their run's span: it is not known when they began, so that they decide nothing."""
+        self._ids: list[str] = []
         self._starts: dict[int, list[int]] = {}
         self._asked: dict[tuple[int, str], list[int]] = defaultdict(list)
 
     def id(self, call: int) -> str:
         """ModelCall.id."""
-        primary = self.tree.ops[self.groups[call][0]]
-        return self.response_id(call) or primary.span_id
+        return self._ids[call]
 
     def response_id(self, call: int) -> str:
         """Response id of a call, empty when unknown."""
-        for i in self.groups[call]:
-            facts = self.tree.ops[i].call
-            if facts and facts.response_id:
-                return facts.response_id
-        return ""
+        ops = self.tree.ops
+        return next((f.response_id for i in self.groups[call] if (f := ops[i].call) and f.response_id), "")
 
     def start(self, call: int) -> int:
         """Start of a call, ns."""
@@ -100,6 +97,10 @@ class Calls:
         return calls[-1] if calls else -1
 
     def _index(self) -> None:
+        ops = self.tree.ops
+        self._ids = [
+            self.response_id(call) or ops[group[0]].span_id for call, group in enumerate(self.groups)
+        ]
         for call, agent in enumerate(self.agent):
             if call in self.unplaced:
                 continue
@@ -122,31 +123,41 @@ def collect_calls(tree: Tree) -> Calls:
     leader: dict[int, int] = {}
     by_response: dict[str, int] = {}
     members: dict[int, list[int]] = {}
+    gateway = False
     for i in tree.preorder:
-        facts = ops[i].call
-        if ops[i].kind == "note" and facts is not None and tree.parent[i] in leader:
-            members[leader[tree.parent[i]]].append(i)
-        if ops[i].kind != "model_call" or facts is None or i in judged:
+        op = ops[i]
+        facts = op.call
+        if facts is None:
             continue
+        if op.kind == "note" and tree.parent[i] in leader:
+            members[leader[tree.parent[i]]].append(i)
+        if op.kind != "model_call" or i in judged:
+            continue
+        gateway = gateway or facts.gateway is not None
         head = by_response.get(facts.response_id, i) if facts.response_id else i
         above = above_call(tree, i)
-        if head == i and above >= 0 and above in leader and _layered(ops[above], ops[i]):
+        if head == i and above in leader and _layered(ops[above], op):
             head = leader[above]
         leader[i] = head
-        members.setdefault(head, []).append(i)
+        if head == i:
+            members[i] = [i]
+        else:
+            members[head].append(i)
         if facts.response_id:
             by_response.setdefault(facts.response_id, head)
-    for head, into in pairs_by_text(tree, members).items():
+    for head, into in pairs_by_text(tree, members).items() if gateway else ():
         members[into] += members.pop(head)
     calls = Calls(tree)
     groups = [
         sorted(group, key=lambda i: (_is_gateway(ops[i]), tree.agent[i] < 0)) if len(group) > 1 else group
         for group in members.values()
     ]
-    groups.sort(key=lambda group: group[0])
-    for group in groups:
-        calls.groups.append(group)
-        calls.agent.append(next((tree.agent[i] for i in group if tree.agent[i] >= 0), -1))
+    groups.sort()
+    calls.groups = groups
+    calls.agent = [
+        tree.agent[group[0]] if len(group) == 1 else next((a for i in group if (a := tree.agent[i]) >= 0), -1)
+        for group in groups
+    ]
     _add_unplaced(calls)
     calls._index()
     return calls
@@ -156,10 +167,12 @@ def _add_unplaced(calls: Calls) -> None:
     """Calls that are told on the runs, or on the messages, of agents without any of their own."""
     tree = calls.tree
     known = set(calls.agent)
-    instances = {op.instance: i for i, op in enumerate(tree.ops) if op.instance and op.kind == "agent_run"}
-    for i, op in enumerate(tree.ops):
-        if op.call is None or op.kind not in ("agent_run", "message"):
-            continue
+    told = [i for i in tree.census.calls if tree.ops[i].kind in ("agent_run", "message")]
+    if not told:
+        return
+    instances = {tree.ops[i].instance: i for i in tree.agent_ops() if tree.ops[i].instance}
+    for i in told:
+        op = tree.ops[i]
         run = tree.same_run.get(i, tree.turn_of.get(i, i))
         if op.kind == "message":
             run = instances.get(op.message.sender, -1) if op.message is not None else -1
@@ -171,7 +184,7 @@ def _add_unplaced(calls: Calls) -> None:
 
 def _judged(tree: Tree) -> set[int]:
     """What stands below an evaluation."""
-    found = {i for i, op in enumerate(tree.ops) if op.kind == "evaluation"}
+    found = {i for i in tree.census.kind("evaluation") if tree.ops[i].kind == "evaluation"}
     if found:
         for i in tree.preorder:
             if tree.parent[i] in found:
@@ -193,22 +206,29 @@ def _is_gateway(op: Operation) -> bool:
 def model_call(calls: Calls, call: int, agent_id: str, tool_status: dict[str, str]) -> ModelCall:
     """The ModelCall of a group; ``tool_status`` says what became of the tool calls it asked for."""
     ops = [calls.tree.ops[i] for i in calls.groups[call]]
-    by_trust = ops if len(ops) == 1 else sorted(ops, key=lambda op: not _is_gateway(op))
-    facts = [op.call for op in by_trust if op.call is not None]
-    gateway = next((f.gateway for f in facts if f.gateway is not None), None) or _NO_GATEWAY
-    asked = next((f.asked for op in ops if (f := op.call) and f.asked), ())
-    return ModelCall(
+    facts = ops[0].call if len(ops) == 1 else None
+    facts = facts or _together(ops)
+    told = ModelCall(
         id=calls.id(call),
         agent_id=agent_id,
         span_ids=calls.span_ids(call),
         start_ns=calls.start(call),
         end_ns=calls.end(call),
-        model=next((f.model for f in facts if f.model), ""),
-        response_id=calls.response_id(call),
-        input_tokens=_known(facts, "input_tokens"),
-        output_tokens=_known(facts, "output_tokens"),
-        finish_reasons=next((f.finish_reasons for f in facts if f.finish_reasons), ()),
-        tool_calls=tuple(ToolCall(a.id, a.name, tool_status.get(a.id, "")) for a in asked),
+        model=facts.model,
+        response_id=facts.response_id,
+        input_tokens=facts.input_tokens,
+        output_tokens=facts.output_tokens,
+        finish_reasons=facts.finish_reasons,
+        tool_calls=tuple([ToolCall(a.id, a.name, tool_status.get(a.id, "")) for a in facts.asked]),
+        status="error" if ops[0].status == "error" else "ok",
+    )
+    return told if facts.gateway is None else _served(told, facts.gateway)
+
+
+def _served(told: ModelCall, gateway: GatewayFacts) -> ModelCall:
+    """A call with what only the gateway knows of it."""
+    return msgspec.structs.replace(
+        told,
         policy_version=gateway.policy_version,
         harness=gateway.harness,
         task_key=gateway.task_key,
@@ -217,8 +237,22 @@ def model_call(calls: Calls, call: int, agent_id: str, tool_status: dict[str, st
         response_token_ids=gateway.response_token_ids,
         logprobs=gateway.logprobs,
         menus=tuple(tuple(MenuOption(t, p) for t, p in menu) for menu in gateway.menus),
-        status="error" if ops[0].status == "error" else "ok",
         sealed=gateway.sealed,
+    )
+
+
+def _together(ops: list[Operation]) -> CallFacts:
+    """What the operations of one call tell of it: the gateway where it tells, else the first that does."""
+    by_trust = sorted(ops, key=lambda op: not _is_gateway(op))
+    facts = [op.call for op in by_trust if op.call is not None]
+    return CallFacts(
+        model=next((f.model for f in facts if f.model), ""),
+        response_id=next((f.response_id for op in ops if (f := op.call) and f.response_id), ""),
+        input_tokens=_known(facts, "input_tokens"),
+        output_tokens=_known(facts, "output_tokens"),
+        finish_reasons=next((f.finish_reasons for f in facts if f.finish_reasons), ()),
+        asked=next((f.asked for op in ops if (f := op.call) and f.asked), ()),
+        gateway=next((f.gateway for f in facts if f.gateway is not None), None),
     )
 
 
@@ -239,7 +273,8 @@ def token_usage(calls: tuple[ModelCall, ...], tree: Tree) -> tuple[TokenUsage, b
             return TokenUsage(
                 sum(r.input_tokens or 0 for r in known), sum(r.output_tokens or 0 for r in known)
             ), True
-    lost = sum(op.call.lost for op in tree.ops if op.call is not None)
+    facts = [tree.ops[i].call for i in tree.census.calls]
+    lost = sum(call.lost for call in facts if call is not None)
     return TokenUsage(
         input=sum(c.input_tokens or 0 for c in counted),
         output=sum(c.output_tokens or 0 for c in counted),

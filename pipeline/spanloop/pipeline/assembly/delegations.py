@@ -213,6 +213,8 @@ def _by_place(tree: Tree, i: int, found: Delegations) -> bool:
 
 def _handovers(tree: Tree, agents: list[int], found: Delegations) -> set[int]:
     """Rules (b) and (c): each transfer claims the next run of its target that no tool call contains."""
+    if not tree.census.handovers:
+        return set()
     runs: dict[str, list[int]] = defaultdict(list)
     for i in reversed(agents):
         runs[folded(tree.name(i))].append(i)
@@ -220,7 +222,8 @@ def _handovers(tree: Tree, agents: list[int], found: Delegations) -> set[int]:
     peers = Peers(tree)
     claimed: set[int] = set()
     inside = {tree.tool[i] for i in agents} | tree.virtual
-    for i, op in enumerate(tree.ops):
+    for i in tree.census.handovers:
+        op = tree.ops[i]
         if op.handover is None or i in inside:
             continue
         source = above(tree, found, i)
@@ -269,7 +272,7 @@ def _tasks(tree: Tree, calls: Calls, roots: list[int], found: Delegations) -> No
             wanted.add((tree.ops[i].trace_id, task), i)
     if not wanted:
         return
-    for tool in reversed(range(len(tree.ops))):
+    for tool in reversed(tree.census.tools):
         op = tree.ops[tool]
         if op.tool is None or tool in found.tools:
             continue
@@ -296,7 +299,8 @@ def _lost_context(tree: Tree, roots: list[int], found: Delegations) -> None:
             wanted.add((tree.ops[i].conversation, run.task_hash), i)
     if not wanted:
         return
-    for tool, op in enumerate(tree.ops):
+    for tool in tree.census.tools:
+        op = tree.ops[tool]
         if op.tool is None or not op.conversation:
             continue
         for key in ((op.conversation, text) for text in op.tool.argument_hashes):

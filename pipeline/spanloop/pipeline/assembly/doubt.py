@@ -19,7 +19,8 @@ GUESSED = 0.5
 
 def lower_confidence(work: Inference) -> None:
     """Cap the confidence of the events that have a guessed span among their evidence."""
-    guessed = {op.span_id for op in work.tree.ops if FLAG in op.flags}
+    tree = work.tree
+    guessed = {op.span_id for i in tree.census.flagged if FLAG in (op := tree.ops[i]).flags}
     if not guessed:
         return
     work.events[:] = [

@@ -24,16 +24,21 @@ _ACTS = frozenset({"model_call", "tool_call", "handover"})
 def mark_engines(tree: Tree) -> None:
     """Note on each such run that it is an engine; before turns are merged and places are looked up."""
     ops = tree.ops
-    if sum(op.kind == "agent_run" for op in ops) < 2:
+    runs = [i for i, op in enumerate(ops) if op.kind == "agent_run"]
+    if len(runs) < 2:
         return
     above = _nearest(tree)
-    acting = {above[i][0] for i, op in enumerate(ops) if op.kind in _ACTS}
-    acting |= {i for i, op in enumerate(ops) if op.kind == "agent_run" and op.call is not None}
-    calling = {above[i][0] for i, op in enumerate(ops) if op.kind == "model_call"}
+    acting = {i for i in runs if ops[i].call is not None}
+    calling: set[int] = set()
+    for i, op in enumerate(ops):
+        if op.kind in _ACTS:
+            acting.add(above[i][0])
+            if op.kind == "model_call":
+                calling.add(above[i][0])
     engines: dict[int, bool] = {}
-    for i in range(len(ops) - 1, -1, -1):
+    for i in reversed(runs):
         op, (agent, direct) = ops[i], above[i]
-        if op.kind != "agent_run" or agent < 0 or agent in acting or not direct:
+        if agent < 0 or agent in acting or not direct:
             continue
         outer = ops[agent]
         repeats = outer.layer != op.layer or folded(outer.agent) == folded(op.agent)
@@ -47,22 +52,17 @@ def mark_engines(tree: Tree) -> None:
 def _nearest(tree: Tree) -> list[tuple[int, bool]]:
     """For each operation (nearest agent run above or -1, whether no tool call lies between)."""
     ops, parent = tree.ops, tree.parent
-    found: list[tuple[int, bool] | None] = [None] * len(ops)
-    for start in range(len(ops)):
-        path: list[int] = []
-        node = start
-        while found[node] is None:
-            path.append(node)
-            if parent[node] < 0:
-                break
-            node = parent[node]
-        for i in reversed(path):
-            outer = parent[i]
-            if outer < 0:
-                found[i] = (-1, True)
-            elif ops[outer].kind == "agent_run":
-                found[i] = (outer, True)
-            else:
-                agent, direct = found[outer] or (-1, True)
-                found[i] = (agent, direct and ops[outer].kind not in ("tool_call", "handover"))
-    return [place or (-1, True) for place in found]
+    nobody = (-1, True)
+    found = [nobody] * len(ops)
+    for i in tree.preorder:
+        outer = parent[i]
+        if outer < 0:
+            continue
+        kind = ops[outer].kind
+        if kind == "agent_run":
+            found[i] = (outer, True)
+        elif kind in ("tool_call", "handover"):
+            found[i] = (found[outer][0], False)
+        else:
+            found[i] = found[outer]
+    return found

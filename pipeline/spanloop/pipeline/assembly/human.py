@@ -35,7 +35,8 @@ def pauses(tree: Tree) -> list[tuple[int, int]]:
     """(run that paused, run that went on), each resumption once, with the last run before it that put its calls off."""
     waiting: dict[str, int] = {}
     found = []
-    for i, op in enumerate(tree.ops):
+    for i in tree.census.pausing:
+        op = tree.ops[i]
         if op.run is None or not (op.run.pending or op.run.resumed):
             continue
         ends = list(pause_ends(op))

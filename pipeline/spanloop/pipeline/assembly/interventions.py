@@ -14,7 +14,8 @@ __all__ = ["add_told_interventions"]
 
 def add_told_interventions(work: Inference) -> None:
     """One event for each person's decision: from the person to the agent that waited for it, when it was made."""
-    for i, op in enumerate(work.tree.ops):
+    for i in work.tree.census.kind("human"):
+        op = work.tree.ops[i]
         if op.kind != "human":
             continue
         tool = op.tool.tool if op.tool is not None else ""

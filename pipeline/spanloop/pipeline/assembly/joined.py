@@ -33,7 +33,8 @@ def joined_flags(tree: Tree, calls: Calls, found: Delegations) -> dict[str, int]
 def _team_traces(tree: Tree) -> int:
     """Traces beyond the first of each team that messages without links name."""
     teams: dict[str, set[str]] = {}
-    for op in tree.ops:
+    for i in tree.census.messages:
+        op = tree.ops[i]
         if op.message is not None and not op.links:
             team = op.message.receiver.partition("/")[2]
             if team:

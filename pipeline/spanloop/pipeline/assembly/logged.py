@@ -40,7 +40,8 @@ def _agent_id(trace_id: str, name: str) -> str:
 
 def add_logged_events(work: Inference) -> None:
     """Take over the events of the tree's logs."""
-    for i, op in enumerate(work.tree.ops):
+    for i in work.tree.census.logged:
+        op = work.tree.ops[i]
         logged = op.logged
         if logged is None:
             continue

@@ -83,8 +83,8 @@ class _Nodes:
         for i in tree.turn_of:
             if (node := self.of(i)) >= 0:
                 self._inside.setdefault(node, []).append(tree.turn_of[i])
-        for i, op in enumerate(tree.ops):
-            if op.kind == "message" and op.links and (node := self.of(i)) >= 0:
+        for i in tree.census.linked:
+            if tree.ops[i].kind == "message" and (node := self.of(i)) >= 0:
                 self.read_in.setdefault(node, []).append(i)
 
     def of(self, i: int) -> int:
@@ -109,7 +109,7 @@ class _Nodes:
 
 
 def _by_link(tree: Tree, found: Delegations) -> list[Message]:
-    linked = [i for i, op in enumerate(tree.ops) if op.links and op.kind == "message" and op.message is None]
+    linked = [i for i in tree.census.linked if (op := tree.ops[i]).kind == "message" and op.message is None]
     if not linked:
         return []
     nodes = _Nodes(tree, found)
@@ -161,11 +161,12 @@ def _linked(tree: Tree, sender: int, receiver: int, producer: int, consumer: int
 
 
 def _by_parties(tree: Tree, found: Delegations) -> list[Message]:
-    instances = {tree.ops[i].instance: i for i in tree.agent_ops() if tree.ops[i].instance}
-    if not instances:
+    if not tree.census.messages:
         return []
+    instances = {tree.ops[i].instance: i for i in tree.agent_ops() if tree.ops[i].instance}
     messages = []
-    for op in tree.ops:
+    for i in tree.census.messages:
+        op = tree.ops[i]
         if op.message is None:
             continue
         sender = instances.get(op.message.sender, -1)
@@ -198,7 +199,7 @@ def _named_before(tree: Tree) -> list[tuple[int, int]]:
     """(the last run of that name beside, a run that names the one before it)."""
     found = []
     runs: dict[tuple[str, int, str], int] = {}
-    if not any(tree.ops[i].message is not None for i in tree.agent_ops()):
+    if not tree.census.messages:
         return found
     for i in tree.agent_ops():
         op = tree.ops[i]

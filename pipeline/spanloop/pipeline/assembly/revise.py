@@ -48,21 +48,21 @@ def build_content(component: Component) -> OrchestrationContent:
         calls=model_calls,
         tokens=tokens,
         started_ns=_started(tree),
-        ended_ns=max(max(op.start_ns, op.end_ns) for op in tree.ops),
+        ended_ns=max([tree.ops[-1].start_ns, *[op.end_ns for op in tree.ops]]),
         flags=tuple(sorted(f"{name}:{count}" if count else name for name, count in flags.items())),
     )
 
 
 def _started(tree: Tree) -> int:
     """First start, ns. A start of 1 ns belongs to a record without times, which counts where there is no other."""
-    starts = [op.start_ns for op in tree.ops]
-    return min((start for start in starts if start != 1), default=min(starts))
+    return next((op.start_ns for op in tree.ops if op.start_ns != 1), 1)
 
 
 def _model_calls(work: Inference, found: Delegations) -> tuple[ModelCall, ...]:
     tree, calls = work.tree, work.calls
     became: dict[int, dict[str, str]] = {}
-    for i, op in enumerate(tree.ops):
+    for i in tree.census.tools:
+        op = tree.ops[i]
         if op.tool is not None and op.tool.call_id:
             status = op.tool.role if op.tool.role in ("rejected", "deferred") else op.status or "ok"
             became.setdefault(work.agent_of(i), {}).setdefault(op.tool.call_id, status)
@@ -90,29 +90,35 @@ def _flags(component: Component, tree: Tree) -> Counter[str]:
     flags["cycle"] = tree.cycles
     flags["truncated_spans"] = component.overflow
     flags["conflicting_spans"] = sum(len(b.conflicts) for b in component.traces.values())
-    links = responses = 0
-    traces = component.traces
-    gateway: dict[str, str] = {}
-    for op in tree.ops:
-        for flag in op.flags:
+    ops, census = tree.ops, tree.census
+    for i in census.flagged:
+        for flag in ops[i].flags:
             flags[flag] += 1
+    for op in ops:
         if op.end_ns <= 0:
             flags["unfinished_spans"] += 1
         elif op.end_ns < op.start_ns:
             flags["negative_durations"] += 1
-        links += any(t != op.trace_id and t in traces for t, _ in op.links)
-        if op.call is not None and op.call.gateway is not None:
-            gateway[op.call.response_id] = op.trace_id
-    if gateway:
-        responses = sum(
-            op.call is not None and gateway.get(op.call.response_id, op.trace_id) != op.trace_id
-            for op in tree.ops
-        )
-    flags["joined_by_link"], flags["joined_by_response_id"] = links, responses
+    traces = component.traces
+    flags["joined_by_link"] = sum(
+        any(t != ops[i].trace_id and t in traces for t, _ in ops[i].links) for i in census.linked
+    )
+    flags["joined_by_response_id"] = _joined_by_response(tree)
     flags = +flags
     if not any(b.rooted for b in component.traces.values()):
         flags["missing_root"] = 0
     return flags
+
+
+def _joined_by_response(tree: Tree) -> int:
+    """Calls whose answer a gateway's span in another trace has too."""
+    found = [
+        (tree.ops[i].trace_id, call) for i in tree.census.calls if (call := tree.ops[i].call) is not None
+    ]
+    gateway = {call.response_id: trace_id for trace_id, call in found if call.gateway is not None}
+    if not gateway:
+        return 0
+    return sum(gateway.get(call.response_id, trace_id) != trace_id for trace_id, call in found)
 
 
 def next_revision(component: Component, written: Written | None = None) -> OrchestrationRevised | None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from spanloop.pipeline.dialects.operation import Operation
+
 if TYPE_CHECKING:
     from spanloop.pipeline.assembly.infer import Inference
 
@@ -16,16 +18,21 @@ __all__ = ["add_safety", "failed"]
 
 def add_safety(work: Inference) -> None:
     """Events of guardrails and of content filters."""
-    for i, op in enumerate(work.tree.ops):
+    for i in work.tree.census.kind("guardrail"):
+        op = work.tree.ops[i]
         if op.kind == "guardrail":
             triggered, confidence = _verdict(work, i)
             work.add("safety_event", op.start_ns, "guardrail_span", confidence, (op.span_id,), agent=work.agent_of(i),
                      name=op.agent, triggered=triggered, operation=i)  # fmt: skip
-    for call, group in enumerate(work.calls.groups):
-        facts = [f for i in group if (f := work.tree.ops[i].call) is not None]
-        if any("content_filter" in f.finish_reasons for f in facts):
+    filtered = {i for i in work.tree.census.calls if _filtered(work.tree.ops[i])}
+    for call, group in enumerate(work.calls.groups) if filtered else ():
+        if not filtered.isdisjoint(group):
             work.add("safety_event", work.calls.end(call), "content_filter", 0.9, work.calls.span_ids(call),
                      agent=work.calls.agent[call], triggered=True, call=call)  # fmt: skip
+
+
+def _filtered(op: Operation) -> bool:
+    return op.call is not None and "content_filter" in op.call.finish_reasons
 
 
 def _verdict(work: Inference, i: int) -> tuple[bool, float]:

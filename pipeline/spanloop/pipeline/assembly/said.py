@@ -57,7 +57,9 @@ class SaidActs:
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
-        self.indices = [i for i, op in enumerate(tree.ops) if op.said is not None and op.said.act in _ACTS]
+        self.indices = [
+            i for i in tree.census.said if (said := tree.ops[i].said) is not None and said.act in _ACTS
+        ]
         self._by_span: dict[str, int] = {}
         self._run_under: dict[int, int] = {}
         self._inside: dict[int, int] = {}

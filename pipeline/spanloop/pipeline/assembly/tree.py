@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from spanloop.pipeline.assembly.census import Census
 from spanloop.pipeline.assembly.engines import mark_engines
 from spanloop.pipeline.assembly.names import folded
 from spanloop.pipeline.assembly.nodes import Routed, resolve_nodes
@@ -24,6 +25,7 @@ class Tree:
 
     def __init__(self, ops: list[Operation]) -> None:
         self.ops = ops
+        self.census = Census(ops)
         n = len(ops)
         self.parent = [-1] * n
         """Index of the parent, -1: a root or one whose parent is missing."""
@@ -82,9 +84,11 @@ def build_tree(operations: Iterable[Operation]) -> Tree:
         if above < 0:
             tree.missing.append(i)
         tree.parent[i] = above
-    _cut_cycles(tree)
     _order(tree)
-    if any(op.node is not None for op in ops):
+    if len(tree.preorder) < len(ops):
+        _cut_cycles(tree)
+        _order(tree)
+    if tree.census.nodes:
         resolve_nodes(tree)
     mark_engines(tree)
     merge_turns(tree)
@@ -118,8 +122,9 @@ def _cut_cycles(tree: Tree) -> None:
 
 
 def _order(tree: Tree) -> None:
-    """Parents before children."""
+    """Parents before children; what is in a cycle, or below one, is left out."""
     parent = tree.parent
+    tree.preorder = []
     children: list[list[int]] = [[] for _ in tree.ops]
     stack = []
     for i in range(len(parent) - 1, -1, -1):
@@ -154,8 +159,8 @@ def _find_virtual(tree: Tree) -> None:
     """Rule (f): a delegation tool that names an agent and holds no run stands for that agent's run."""
     named = [
         i
-        for i, op in enumerate(tree.ops)
-        if op.kind == "tool_call" and op.handover is not None and op.handover.target
+        for i in tree.census.handovers
+        if (op := tree.ops[i]).kind == "tool_call" and op.handover is not None and op.handover.target
         and op.handover.mode == "return_to_caller" and op.said is None
     ]  # fmt: skip
     if not named:

@@ -66,7 +66,8 @@ def merge_turns(tree: Tree) -> None:
 def _handed(tree: Tree) -> dict[str, list[int]]:
     """Starts of the hand-overs to each name in order, ns; under the empty name those that do not tell to whom."""
     found: dict[str, list[int]] = defaultdict(list)
-    for op in tree.ops:
+    for i in tree.census.handovers:
+        op = tree.ops[i]
         if op.handover is not None:
             found[folded(op.handover.target)].append(op.start_ns)
     return found
