@@ -170,7 +170,9 @@ def _add_unplaced(calls: Calls) -> None:
     told = [i for i in tree.census.calls if tree.ops[i].kind in ("agent_run", "message")]
     if not told:
         return
-    instances = {tree.ops[i].instance: i for i in tree.agent_ops() if tree.ops[i].instance}
+    instances = {
+        tree.ops[i].instance: i for i in tree.agent_ops() if tree.ops[i].instance and i not in tree.virtual
+    }
     for i in told:
         op = tree.ops[i]
         run = tree.same_run.get(i, tree.turn_of.get(i, i))

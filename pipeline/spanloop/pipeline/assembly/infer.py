@@ -56,6 +56,7 @@ class Inference:
         for i, op in enumerate(tree.ops):
             if op.kind == "unknown" and tree.parent[i] >= 0 and tree.ops[tree.parent[i]].kind == "agent_run":
                 self.turns[tree.agent[i]].append(i)
+        self._names = {i: tree.name(i) for i in self.runs}
         self.events: list[OrchestrationEvent] = []
         self.logged = LoggedEvents()
         self._ids: dict[str, int] = {}
@@ -75,43 +76,41 @@ class Inference:
 
     def name(self, agent: int, fallback: str = "") -> str:
         """Name of an agent run; of an unknown one what the span says."""
-        return self.tree.name(agent) if agent >= 0 else fallback
+        if agent < 0:
+            return fallback
+        return self._names[agent] if agent in self._names else self.tree.name(agent)
 
     def add(self, kind: str, t_ns: int, rule: str, confidence: float, evidence: Iterable[str], *, agent: int,
             name: str = "", to: int = -1, to_name: str = "", tool: str = "", call: int = -1, operation: int = -1,
-            **more: str | bool | Decision | None) -> OrchestrationEvent:  # fmt: skip
+            status: str = "", mode: str = "", triggered: bool | None = None,
+            decision: Decision | None = None) -> OrchestrationEvent:  # fmt: skip
         """Record an event; parties are agent runs (index) or, where there is none, names."""
         spans = tuple(evidence)
         agent_id = self.agent_ids.get(agent, "")
         to_id = self.agent_ids.get(to, "")
         actor, other = self.name(agent, name), self.name(to, to_name)
-        event = OrchestrationEvent(
-            id=self._new_id("event", kind, actor, agent_id, other, to_id, tool, *spans),
-            type=kind,
-            agent=actor,
-            t_ns=max(t_ns, 0),
-            confidence=confidence,
-            rule=rule,
-            evidence=spans,
-            agent_id=agent_id,
-            to=other,
-            to_id=to_id,
-            tool=tool,
-            call_id=self.calls.id(call) if call >= 0 else "",
-            **more,  # type: ignore[arg-type]
-        )
-        self.events.append(event)
+        event_id = self._new_id("event", kind, actor, agent_id, other, to_id, tool, *spans)
+        call_id = ""
         if call >= 0:
-            self.call_of_event[event.id] = call
+            call_id = self.calls.id(call)
+            self.call_of_event[event_id] = call
         if operation >= 0:
-            self.operation_of_event[event.id] = operation
+            self.operation_of_event[event_id] = operation
+        event = OrchestrationEvent(
+            event_id, kind, actor, max(t_ns, 0), confidence, rule, spans, agent_id, other, to_id, tool, status, triggered,
+            mode, call_id, decision,
+        )  # fmt: skip
+        self.events.append(event)
         return event
 
     def _new_id(self, *parts: str) -> str:
         """A digest; where two traces repeat each other's span ids, the second of equal ones is numbered."""
         name = digest(*parts)[:20]
-        count = self._ids[name] = self._ids.get(name, 0) + 1
-        return name if count == 1 else digest(name, count)[:20]
+        if name not in self._ids:
+            self._ids[name] = 1
+            return name
+        self._ids[name] += 1
+        return digest(name, self._ids[name])[:20]
 
     def agents(self) -> tuple[Agent, ...]:
         """Agent instances by start and id."""
@@ -158,23 +157,24 @@ def infer_events(tree: Tree, calls: Calls, found: Delegations) -> Inference:
 
 
 def _span(work: Inference, *indices: int) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(work.tree.ops[i].span_id for i in indices if i >= 0))
+    ops = work.tree.ops
+    return tuple(dict.fromkeys([ops[i].span_id for i in indices if i >= 0]))
 
 
 def _delegations(work: Inference) -> None:
     """Decisions with their delegations and spawns."""
     for source, delegations in work.found.by_source.items():
         decisions: dict[int, list[Delegation]] = defaultdict(list)
-        for d in delegations:
+        deciding = [_deciding_call(work, d) if d.delegates else -1 for d in delegations]
+        for d, call in zip(delegations, deciding, strict=True):
             if d.delegates:
-                decisions[_deciding_call(work, d)].append(d)
+                decisions[call].append(d)
         for call, taken in decisions.items():
             _decision(work, source, call, [d for d in taken if work.acts.decision_of(d.tool) < 0])
             for d in taken:
                 _delegate(work, d, call)
-        for d in delegations:
+        for d, call in zip(delegations, deciding, strict=True):
             if d.spawns:
-                call = _deciding_call(work, d) if d.delegates else -1
                 work.add("spawn", d.run_began(work.tree), d.rule, d.confidence, _span(work, d.tool, d.target), agent=source,
                          name=d.source_name(work.tree), to=d.target, call=call, operation=d.tool,
                          decision=work.acts.menu(d.tool, "spawn"))  # fmt: skip
@@ -259,16 +259,17 @@ def _tools(work: Inference) -> None:
     views = _views(tree)
     delegating = work.found.tools | {outer for i in work.found.tools for outer in views.get(i, ())}
     broken = {outer for i, outers in views.items() if tree.ops[i].status == "error" for outer in outers}
-    for i, op in enumerate(tree.ops):
+    for i in tree.census.tools:
+        op = tree.ops[i]
         if op.kind != "tool_call" or op.tool is None or op.tool.role or i in delegating or i in views:
             continue
         agent = work.agent_of(i)
         call = work.calls.asker(agent, op.tool.call_id, op.start_ns) if agent >= 0 else -1
-        work.add("tool_call", op.start_ns, "tool_span", 1.0, _span(work, i), agent=agent, name=op.agent,
+        work.add("tool_call", op.start_ns, "tool_span", 1.0, (op.span_id,), agent=agent, name=op.agent,
                  tool=op.tool.tool, call=call, operation=i)  # fmt: skip
         if op.end_ns > 0:
             status = "error" if op.status == "error" or i in broken else "ok"
-            work.add("tool_result", op.end_ns, "tool_span", 1.0, _span(work, i), agent=agent, name=op.agent,
+            work.add("tool_result", op.end_ns, "tool_span", 1.0, (op.span_id,), agent=agent, name=op.agent,
                      tool=op.tool.tool, call=call, operation=i, status=status)  # fmt: skip
 
 
@@ -276,10 +277,11 @@ def _views(tree: Tree) -> dict[int, list[int]]:
     """Tool calls that another instrumentation recorded around them too, and those outer views, nearest first. A
     failure told by the inner one is a failure: the outer one may only have seen the text that it was turned into."""
     found: dict[int, list[int]] = {}
-    for i in tree.preorder:
-        outer = tree.parent[i]
-        if outer >= 0 and tree.ops[i].kind == "tool_call" and _repeats(tree.ops[outer], tree.ops[i]):
-            found[i] = [outer, *found.get(outer, ())]
+    ops, parent = tree.ops, tree.parent
+    inner = {i for i in tree.census.tools if parent[i] >= 0 and _repeats(ops[parent[i]], ops[i])}
+    for i in tree.preorder if inner else ():
+        if i in inner and ops[i].kind == "tool_call":
+            found[i] = [parent[i], *found.get(parent[i], ())]
     return found
 
 

@@ -283,6 +283,8 @@ def add_messages(work: Inference) -> None:
     """Events for the messages between agents without a delegation either way, and for the turns that saw several."""
     tree = work.tree
     messages = find_messages(tree, work.found)
+    if not messages:
+        return
     pairs = {(d.source, d.target) for d in work.found.all if d.delegates}
     engines = {d.source for d in work.found.all if not d.delegates and d.rule == "node_of_engine"}
     heard: dict[int, list[Message]] = {}

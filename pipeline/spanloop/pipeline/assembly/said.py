@@ -88,6 +88,8 @@ class SaidActs:
 
     def menu(self, i: int, act: str) -> Decision | None:
         """The decision that operation ``i`` tells as an ``act``."""
+        if not self.indices:
+            return None
         said = self.tree.ops[i].said if i >= 0 else None
         return said.decision if said is not None and said.act == act else None
 
