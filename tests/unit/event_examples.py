@@ -86,6 +86,7 @@ _content = o.OrchestrationContent(
                 options=("checker", "writer"),
                 propensities=(0.75, 0.25),
                 by_policy=True,
+                state=(("budget_left", 0.5),),
             ),
         ),
     ),
@@ -221,6 +222,9 @@ EXAMPLES: tuple[e.Event, ...] = (
     ),
     e.ValueModelPublished(
         **_ours, version="v5", kind="linear", trained_on=320, parameters={"w": [0.5, -0.25], "b": 1}
+    ),
+    e.DecisionModelPublished(
+        **_ours, version="d5", value_model="v5", kind="decisions/1", trained_on=12, parameters={"effects": []}
     ),
     e.BatchCommitted(
         **_policy,

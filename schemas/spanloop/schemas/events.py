@@ -30,6 +30,7 @@ __all__ = [
     "CreditAssigned",
     "CreditNode",
     "DeadLettered",
+    "DecisionModelPublished",
     "Event",
     "FeedbackReceived",
     "GateEvaluated",
@@ -324,6 +325,25 @@ class ValueModelPublished(Event, frozen=True, omit_defaults=True, tag="value_mod
         return digest("value_model", self.tenant, self.version)
 
 
+class DecisionModelPublished(
+    Event, frozen=True, omit_defaults=True, tag="decision_model_published", kw_only=True
+):
+    """A version of a tenant's decision models, published with a value model: what told decisions brought, and when to stop. The version
+    that counts for an orchestration is the one whose ``value_model`` its credit names."""
+
+    TOPIC: ClassVar[str] = topics.MODELS
+    version: str
+    value_model: str
+    kind: str
+    trained_on: int
+    """Number of orchestrations with a told decision."""
+    parameters: dict[str, Any]
+
+    @property
+    def event_id(self) -> str:
+        return digest("decision_model", self.tenant, self.version)
+
+
 # ---------------------------------------------------------------- policies
 
 
@@ -538,7 +558,7 @@ class SubjectErased(PolicyEvent, frozen=True, omit_defaults=True, tag="subject_e
 
 EVENTS: tuple[type[Event], ...] = (
     SpansReceived, FeedbackReceived, DeadLettered, OrchestrationRevised, RewardsComputed, CreditAssigned,
-    SamplesBuilt, ValueModelPublished, BatchCommitted, CandidateRegistered, GateEvaluated, CanaryStarted,
+    SamplesBuilt, ValueModelPublished, DecisionModelPublished, BatchCommitted, CandidateRegistered, GateEvaluated, CanaryStarted,
     CanaryFinished, PolicyPromoted, PolicyRolledBack, RoutingChanged, PolicyCommand, PolicyCommandFinished,
     SubjectErased,
 )  # fmt: skip

@@ -226,6 +226,13 @@ class Pipeline(_Section):
     a long stream. 0: always after value_every."""
     value_features: int = Field(2048, ge=16)
     """Distinct features that the value model tells apart; further ones share."""
+    token_price: float = Field(0.0, ge=0)
+    """What 1,000 tokens cost, units of reward: learned stopping weighs it against a better draft. A decision that tells ``cost`` among
+    its state is taken at its word."""
+    second_price: float = Field(0.0, ge=0)
+    """What a second of an orchestration costs, units of reward; as token_price."""
+    round_price: float = Field(0.0, ge=0)
+    """What going on once costs, units of reward; as token_price."""
     value_units: tuple[str, ...] = ()
     """Words that name interchangeable things, such as skills: the value model then learns about all of them at once. In a
     prompt, a word unit-fact is a fact about a unit, fact-unit makes the unit the subject of a fact."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pyarrow as pa
 
@@ -29,6 +30,7 @@ from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.events import (
     CreditAssigned,
     DeadLettered,
+    DecisionModelPublished,
     FeedbackReceived,
     RewardsComputed,
     SamplesBuilt,
@@ -43,13 +45,13 @@ _LARGE: dict[str, Callable[[Sequence[LogRecord]], tuple[dict[str, Columns], int]
     topics.ORCHESTRATIONS: orchestration_columns,
 }
 """These decode only what becomes a column."""
-_SMALL: dict[str, tuple[type | None, Callable[[Decoded], dict[str, Columns]]]] = {
+_SMALL: dict[str, tuple[Any, Callable[[Decoded], dict[str, Columns]]]] = {
     topics.REWARDS: (RewardsComputed, reward_columns),
     topics.CREDITS: (CreditAssigned, credit_columns),
     topics.SAMPLES: (SamplesBuilt, sample_columns),
     topics.POLICIES: (None, policy_columns),
     topics.FEEDBACK: (FeedbackReceived, feedback_columns),
-    topics.MODELS: (ValueModelPublished, model_columns),
+    topics.MODELS: (ValueModelPublished | DecisionModelPublished, model_columns),
     topics.DEAD_LETTERS: (DeadLettered, dead_letter_columns),
 }
 

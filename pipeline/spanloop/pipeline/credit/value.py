@@ -3,7 +3,8 @@
 Inputs: orchestrations (for the decisions they went through) and rewards (for what came of them). After every
 ``settings.value_every`` new final outcomes (or a share of all so far, if more: ``value_growth``) it trains on a bounded
 memory of past orchestrations and publishes a version; that happens at the record that completes the count, so it does not depend on batching. Held-out orchestrations are never
-learned from: the gate stays honest. A corrected reward corrects the memory; a void one leaves it.
+learned from: the gate stays honest. A corrected reward corrects the memory; a void one leaves it. Where programs told decisions, a
+version of the decision models (``decisions.learner``) is published just before each version of the value model and names it.
 Invariants: deterministic; restoring from the committed entries goes on exactly as if nothing had happened.
 """
 
@@ -20,6 +21,10 @@ from spanloop.pipeline.credit.estimates import Lesson, lessons
 from spanloop.pipeline.credit.states import Encoder
 from spanloop.pipeline.credit.value_model import ValueModel
 from spanloop.pipeline.credit.value_training import Example, ValueTrainer
+from spanloop.pipeline.decisions.learner import KIND as DECISIONS
+from spanloop.pipeline.decisions.learner import DecisionLearner, grades_of, lesson_of
+from spanloop.pipeline.decisions.learner import Lesson as DecisionLesson
+from spanloop.pipeline.decisions.told import Prices, has_told
 from spanloop.pipeline.ports import LogRecord, StageOutput
 from spanloop.pipeline.samples import is_holdout
 from spanloop.pipeline.sealing.entries import ENTRY, sealed_by
@@ -28,6 +33,7 @@ from spanloop.schemas.canonical import content_hash
 from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.events import (
     DeadLettered,
+    DecisionModelPublished,
     OrchestrationRevised,
     RewardsComputed,
     ValueModelPublished,
@@ -87,6 +93,7 @@ class _Tenant:
         self.slots: dict[str, int] = {}
         self.sealed: dict[str, str] = {}
         """Trace whose key closes the lessons of an orchestration."""
+        self.decisions = DecisionLearner()
 
 
 class ValueStage:
@@ -109,11 +116,13 @@ class ValueStage:
         self._encoder = Encoder(settings.value_units, settings.value_words)
         self._tenants: dict[str, _Tenant] = {}
         self._writes: dict[str, bytes | None] = {}
+        self._prices = Prices(settings.token_price, settings.second_price, settings.round_price)
 
     def restore(self, entries: Mapping[str, bytes]) -> None:
         """Become the committed state."""
         self._tenants = {}
         self._writes = {}
+        told: list[tuple[str, str, DecisionLesson]] = []
         for key in sorted(entries):
             kind, _, rest = key.partition("/")
             name, _, tail = rest.partition("/")
@@ -136,6 +145,10 @@ class ValueStage:
                     tenant.sealed[item.orchestration_id] = sealed_by(entries[key])
                 tenant.memory[int(tail)] = item
                 tenant.slots[item.orchestration_id] = int(tail)
+            elif kind == "decisions":
+                told.append((name, tail, msgspec.msgpack.decode(entries[key], type=DecisionLesson)))
+        for name, oid, lesson in sorted(told, key=lambda item: item[2].sequence):
+            self._tenant(name).decisions.restore(oid, lesson)
         for tenant in self._tenants.values():
             tenant.waiting = dict(sorted(tenant.waiting.items(), key=lambda pair: pair[1].sequence))
 
@@ -197,6 +210,7 @@ class ValueStage:
                 self._writes[f"memory/{name}/{slot}"] = None
             if tenant.waiting.pop(oid, None) is not None:
                 self._writes[f"waiting/{name}/{oid}"] = None
+            self._keep_decisions(name, tenant, tenant.decisions.observe(oid, None))
 
     def _tenant(self, name: str) -> _Tenant:
         if name not in self._tenants:
@@ -208,6 +222,7 @@ class ValueStage:
         if is_holdout(oid, self._settings.holdout):
             return
         tenant = self._tenant(name)
+        self._observe_decisions(tenant, event)
         if event.content is None:
             if tenant.waiting.pop(oid, None) is not None:
                 self._writes[f"waiting/{name}/{oid}"] = None
@@ -233,17 +248,41 @@ class ValueStage:
             tenant.sealed.pop(oldest, None)
             self._writes[f"waiting/{name}/{oldest}"] = None
 
+    def _observe_decisions(self, tenant: _Tenant, event: OrchestrationRevised) -> None:
+        content, oid = event.content, event.orchestration_id
+        if content is not None and has_told(content):
+            lesson = lesson_of(content, self._prices)
+        elif oid in tenant.decisions.lessons:
+            lesson = None
+        else:
+            return
+        self._keep_decisions(event.tenant, tenant, tenant.decisions.observe(oid, lesson))
+
+    def _keep_decisions(self, name: str, tenant: _Tenant, changed: Iterable[str]) -> None:
+        for oid in changed:
+            lesson = tenant.decisions.lessons.get(oid)
+            self._writes[f"decisions/{name}/{oid}"] = None if lesson is None else _pack(lesson)
+
+    def _reward_decisions(self, tenant: _Tenant, event: RewardsComputed) -> None:
+        oid = event.orchestration_id
+        known = tenant.decisions.lessons.get(oid)
+        if known is None or (known.reward is None and event.status not in {"final", "corrected"}):
+            return
+        if tenant.decisions.reward(oid, event.team, grades_of(event.rewards)):
+            self._keep_decisions(event.tenant, tenant, (oid,))
+
     def _remember(self, name: str, tenant: _Tenant, slot: int, item: Example) -> None:
         tenant.memory[slot] = item
         tenant.slots[item.orchestration_id] = slot
         self._writes[f"memory/{name}/{slot}"] = self._closed(name, item.orchestration_id, item)
 
-    def _on_rewards(self, event: RewardsComputed) -> list[ValueModelPublished]:
+    def _on_rewards(self, event: RewardsComputed) -> list[ValueModelPublished | DecisionModelPublished]:
         name, oid = event.tenant, event.orchestration_id
         if is_holdout(oid, self._settings.holdout):
             return []
         tenant = self._tenant(name)
         slot = tenant.slots.get(oid)
+        self._reward_decisions(tenant, event)
         if event.team is None:
             if slot is not None:
                 del tenant.memory[slot], tenant.slots[oid]
@@ -275,7 +314,7 @@ class ValueStage:
         self._writes[f"counters/{name}"] = _pack(counters)
         return published
 
-    def _publish(self, name: str, tenant: _Tenant) -> list[ValueModelPublished]:
+    def _publish(self, name: str, tenant: _Tenant) -> list[ValueModelPublished | DecisionModelPublished]:
         tenant.counters.new = 0
         self._forget_erased(name, tenant)
         tenant.trainer.update([item for _, item in sorted(tenant.memory.items())])
@@ -284,11 +323,30 @@ class ValueStage:
         parameters = model.to_dict()
         version = f"value@v{tenant.trainer.updates}-{content_hash(parameters)[:8]}"
         return [
+            *self._decision_model(name, tenant, version),
             ValueModelPublished(
                 tenant=name,
                 version=version,
                 kind=model.kind,
                 trained_on=tenant.counters.total,
+                parameters=parameters,
+            ),
+        ]
+
+    def _decision_model(
+        self, name: str, tenant: _Tenant, value_model: str
+    ) -> list[ValueModelPublished | DecisionModelPublished]:
+        """The decision models as of now; none where no program told a decision that was rewarded."""
+        if tenant.decisions.is_empty:
+            return []
+        parameters = tenant.decisions.parameters()
+        return [
+            DecisionModelPublished(
+                tenant=name,
+                version=f"decisions@v{tenant.trainer.updates}-{content_hash(parameters)[:8]}",
+                value_model=value_model,
+                kind=DECISIONS,
+                trained_on=len(tenant.decisions.lessons),
                 parameters=parameters,
             )
         ]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from spanloop.pipeline.rewards.drafts import draft_rewards
 from spanloop.pipeline.rewards.orchestration import orchestration_rewards
 from spanloop.pipeline.rewards.outcome import channel_rewards, outcome_reward
 from spanloop.pipeline.rewards.tool import ToolTerms, tool_rewards
@@ -83,6 +84,7 @@ def compose(
     rewards = (
         outcome,
         *channel_rewards(feedback),
+        *draft_rewards(feedback),
         *tool_rewards(
             content,
             outcome.value,

@@ -1,0 +1,164 @@
+"""Decisions that programs told, with what they may have depended on: the rows that decision models learn from.
+
+A *group* is what can be compared: the kind of decision, the decider's role and the menu. A *context* is what the decision could depend
+on within it: how many such decisions the agent had taken, how many of its delegations were open, and the state that the program told.
+Invariants: pure; a row depends on the content's events only, in their order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from spanloop.schemas.orchestration import Decision, OrchestrationContent, OrchestrationEvent
+
+__all__ = ["CODES", "Told", "context_of", "group_of", "has_told", "label_of", "stops_at", "told_of"]
+
+CODES = {"spawn": "O1", "delegate": "O2", "message": "O3", "aggregate": "O4", "stop": "O5"}
+STOP = "stop"
+COST = "cost"
+"""Name of a told state that is no feature but what was spent, units of reward."""
+ROUNDS_MAX = 3
+OPEN_MAX = 2
+STATES_MAX = 4
+OPTIONS_MAX = 12
+"""Of a menu that effects are estimated for; a longer one says so."""
+
+
+class Told(msgspec.Struct, frozen=True):
+    """A told decision and where it stood."""
+
+    event: OrchestrationEvent
+    decision: Decision
+    role: str
+    round: int
+    """How many decisions of this kind the agent had told before."""
+    open: int
+    """Delegations of the agent that had not come back."""
+    spent_tokens: int | None
+    """Of all calls that had ended; None: not known of some."""
+    elapsed_s: float
+    """Since the orchestration began."""
+
+
+def has_told(content: OrchestrationContent) -> bool:
+    """Whether a program told a decision."""
+    return any(event.decision is not None for event in content.events)
+
+
+def told_of(content: OrchestrationContent) -> list[Told]:
+    """Told decisions in the order of the events."""
+    if not has_told(content):
+        return []
+    roles = {agent.id: agent.role or agent.name.lower() for agent in content.agents}
+    calls = sorted((call.end_ns, call.input_tokens, call.output_tokens) for call in content.calls if call.end_ns > 0) \
+        if all(call.input_tokens is not None and call.output_tokens is not None for call in content.calls) else None  # fmt: skip
+    before: Counter[tuple[str, str]] = Counter()
+    opened: dict[str, int] = defaultdict(int)
+    found: list[Told] = []
+    at, spent = 0, 0
+    for event in content.events:
+        decision = event.decision
+        if decision is not None:
+            while calls is not None and at < len(calls) and calls[at][0] <= event.t_ns:
+                spent += (calls[at][1] or 0) + (calls[at][2] or 0)
+                at += 1
+            key = (event.agent_id, decision.kind)
+            found.append(
+                Told(
+                    event, decision, roles.get(event.agent_id, event.agent.lower()), before[key], opened[event.agent_id],
+                    spent if calls is not None else None, max(0.0, (event.t_ns - content.started_ns) / 1e9),
+                )
+            )  # fmt: skip
+            before[key] += 1
+        if event.type == "delegate" and event.mode != "pass_control":
+            opened[event.agent_id] += 1
+        elif event.type == "return" and opened[event.to_id]:
+            opened[event.to_id] -= 1
+    return found
+
+
+def stops_at(event: OrchestrationEvent, decision: Decision) -> bool:
+    """Whether an O5 decision was to stop."""
+    return STOP in (event.type, decision.chosen)
+
+
+def stop_propensity(event: OrchestrationEvent, decision: Decision) -> float | None:
+    """With which the decider stopped here; None: not told."""
+    if not decision.propensities:
+        return None
+    if STOP in decision.options:
+        return decision.propensities[decision.options.index(STOP)]
+    if decision.chosen not in decision.options:
+        return None
+    own = decision.propensities[decision.options.index(decision.chosen)]
+    return own if stops_at(event, decision) else 1.0 - own
+
+
+def label_of(number: float) -> str:
+    """A state's number as a context: one significant digit.
+
+    >>> label_of(0.4321), label_of(12), label_of(-0.0)
+    ('0.4', '1e+01', '0')
+    """
+    return f"{number:.1g}" if number and math.isfinite(number) else "0"
+
+
+def group_of(told: Told) -> str:
+    """What a decision can be compared with: kind, role and menu."""
+    return menu_key(told.decision.kind, told.role, told.decision.options)
+
+
+def menu_key(kind: str, role: str, options: Iterable[str]) -> str:
+    """``group_of`` by its parts; readable, and equal for a menu in any order."""
+    return "|".join((kind, role, *sorted(options)))
+
+
+def context_of(told: Told) -> str:
+    """What a decision could depend on within its group."""
+    parts = [f"round={min(told.round, ROUNDS_MAX)}", f"open={min(told.open, OPEN_MAX)}"]
+    state = [(name, value) for name, value in told.decision.state if name != COST]
+    parts += [f"{name}={label_of(value)}" for name, value in state[:STATES_MAX]]
+    return " ".join(parts)
+
+
+def features_of(told: Told) -> tuple[tuple[str, float], ...]:
+    """What learned stopping sees of a decision point; what the trace does not hold is missing."""
+    found: dict[str, float] = {"round": float(told.round), "open_subtasks": float(told.open)}
+    if told.spent_tokens is not None:
+        found["spent_tokens"] = float(told.spent_tokens)
+    found.update({name: value for name, value in told.decision.state if name != COST})
+    return tuple(sorted(found.items()))
+
+
+class Prices(msgspec.Struct, frozen=True):
+    """What a decision point has cost, units of reward, where the program does not tell ``cost`` itself."""
+
+    token: float = 0.0
+    """Of 1,000 tokens."""
+    second: float = 0.0
+    round: float = 0.0
+    """Of one decision to go on."""
+
+    def of(self, told: Told) -> float:
+        """Spent before the decision."""
+        said: Mapping[str, float] = dict(told.decision.state)
+        if COST in said:
+            return said[COST]
+        return (
+            self.token * (told.spent_tokens or 0) / 1000.0
+            + self.second * told.elapsed_s
+            + self.round * told.round
+        )
+
+
+def chains(told: Sequence[Told]) -> dict[str, list[Told]]:
+    """O5 decisions by the agent that took them."""
+    found: dict[str, list[Told]] = {}
+    for item in told:
+        if item.decision.kind == STOP:
+            found.setdefault(item.event.agent_id, []).append(item)
+    return found
