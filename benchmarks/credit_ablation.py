@@ -336,6 +336,7 @@ class Critic:
         self._memory: list[Example] = []
         self._new = self._total = 0
         self.asking: Asking | None = None
+        self.model: ValueModel | None = None
 
     @property
     def version(self) -> str:
@@ -355,9 +356,9 @@ class Critic:
         if self._new >= max(BATCH, int(self._total * VALUE_GROWTH)):
             self._new = 0
             self._trainer.update(self._memory)
-            published = ValueModel.from_dict(self._trainer.model.to_dict())
-            published.encoder = self._encoder
-            self.asking = Asking(published)
+            self.model = ValueModel.from_dict(self._trainer.model.to_dict())
+            self.model.encoder = self._encoder
+            self.asking = Asking(self.model)
 
 
 def derived(
