@@ -137,6 +137,26 @@ async def test_a_slow_message_is_timed_out() -> None:
         assert "read_timeout_s" in str(late.value.details())
 
 
+async def test_streams_that_send_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All places are held by one tenant's open streams: another tenant's message takes the oldest of them, and only a slow one."""
+    monkeypatch.setattr("spanloop.collectors.grpc_front.SLOW_S", 0.3)
+    keys = [*KEYS, {"key": "key-of-team-b", "tenant": "B", "role": "agent"}]
+    async with receiver(credentials=keys) as running:
+        own = {"authorization": "Bearer key-of-team-b"}
+        assert (await running.call(as_protobuf([span(1)]), **own)).code is CODE.OK
+        channel = running.channels[None]
+        held = [channel.stream_unary(EXPORT)(metadata=(("x-api-key", KEYS[0]["key"]),)) for _ in range(16)]
+        while len(running.grpc._arriving._places) < 16:
+            await asyncio.sleep(0.01)
+        assert (await running.call(as_protobuf([span(2)]), **own)).code is CODE.RESOURCE_EXHAUSTED
+        await asyncio.sleep(0.4)
+        for n in range(3, 8):
+            assert (await running.call(as_protobuf([span(n)]), **own)).code is CODE.OK
+        assert await held[0].code() is CODE.RESOURCE_EXHAUSTED
+        for call in held:
+            call.cancel()
+
+
 async def test_unknown_method() -> None:
     async with receiver() as running:
         answer = await running.call(b"", "/opentelemetry.proto.collector.metrics.v1.MetricsService/Export")

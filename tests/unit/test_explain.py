@@ -106,3 +106,21 @@ def test_ids_that_are_unknown_ambiguous_or_without_outcome(workspace: Path):
             explain_credit(log, CONTENTS[3].orchestration_id)
     finally:
         log.close()
+
+
+def test_a_name_does_not_steer_the_terminal(tmp_path: Path, events: list[Event]):
+    evil = "\x1b]0;owned\x07\x9b31m\u202ename"
+    log = SqliteLog(tmp_path / "spanloop.db")
+    found = [
+        msgspec.structs.replace(
+            event, nodes=tuple(msgspec.structs.replace(node, label=evil) for node in event.nodes)
+        )
+        if isinstance(event, CreditAssigned)
+        else event
+        for event in events
+    ]
+    log.append([new_record(event) for event in found])
+    log.close()
+    output = run(tmp_path, CONTENTS[0].orchestration_id).output
+    assert "agent ?]0;owned??31m?name" in output
+    assert all(c.isprintable() or c == "\n" for c in output)

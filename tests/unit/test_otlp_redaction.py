@@ -218,3 +218,21 @@ def test_redacted_spans_give_the_same_events(variant: str) -> None:
 
     assert len(with_texts.events) > 10
     assert events(without) == events(with_texts)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_an_agent_cannot_pass_for_the_gateway(training: bool) -> None:
+    """A span of the gateway's scope with the response id of a real call would hide that call's version and tokens."""
+    span = Span(
+        "a" * 32,
+        "b" * 16,
+        "chat policy",
+        1,
+        2,
+        scope="spanloop.gateway",
+        attributes={"spanloop.policy.version": "9"},
+    )
+    redactor = Redactor(Content(training=training), KEY)
+    found = redactor.span(span)
+    assert (found.scope, found.attributes, redactor.reserved_removed) == ("", {}, 2)
+    assert redactor.span(span, trusted=True).scope == "spanloop.gateway"

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,7 +41,11 @@ __all__ = ["GrpcFront", "coding_of"]
 _log = logging.getLogger("spanloop.collector")
 
 ARRIVING_MAX = 16
-"""Messages that may be arriving at once; more are told to come again. It bounds memory: each may have max_expanded_bytes."""
+"""Messages that may be arriving at once. It bounds memory: each may have max_expanded_bytes. A further one takes the place of one
+that is slow, else it is told to come again."""
+SLOW_S = 1.0
+"""A message that has been arriving for so long gives its place up when others wait: streams that are opened and send nothing must
+not keep everybody else out."""
 DETAILS_MAX = 1_000
 """Characters of an error message: gRPC carries it in a header."""
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -58,7 +65,7 @@ class GrpcFront(grpc.GenericRpcHandler):
         self._limits = reception.limits
         self._auth = authenticator
         self._methods = {route.path: self._handler(route) for route in GRPC_ROUTES}
-        self._arriving = asyncio.Semaphore(ARRIVING_MAX)
+        self._arriving = _Arriving(ARRIVING_MAX)
         self._server: grpc.aio.Server | None = None
 
     def service(self, handler_call_details: Any) -> Any:
@@ -124,7 +131,7 @@ class GrpcFront(grpc.GenericRpcHandler):
             metadata.get("authorization"), route.action, api_key=metadata.get("x-api-key")
         )
         self._reception.committer.check_room()
-        body = await self._read(context.read)
+        body = await self._read(context.read, identity.tenant)
         coding = coding_of(body)
         if coding.codings and len(body) > self._limits.max_body_bytes:
             raise BodyTooLargeError(
@@ -136,7 +143,7 @@ class GrpcFront(grpc.GenericRpcHandler):
         )
         return export_response(taken.rejected, taken.message)
 
-    async def _read(self, read: Callable[[], Awaitable[Any]]) -> bytes:
+    async def _read(self, read: Callable[[], Awaitable[Any]], tenant: str) -> bytes:
         """The one message of the call.
 
         Raises:
@@ -144,19 +151,64 @@ class GrpcFront(grpc.GenericRpcHandler):
             BodyTimeoutError: it took longer than collector.read_timeout_s.
             SchemaError: none came, or one over the limit.
         """
-        if self._arriving.locked():
-            raise QueueFullError("too many messages are arriving at once; try again shortly")
-        async with self._arriving:
+        timeout = asyncio.timeout(self._limits.read_timeout_s)
+        with self._arriving.place(tenant, timeout) as place:
             try:
-                async with asyncio.timeout(self._limits.read_timeout_s):
+                async with timeout:
                     body = await read()
             except TimeoutError as exc:
+                if place.taken:
+                    raise QueueFullError(
+                        "too many messages are arriving at once, and this one was slow; try again shortly"
+                    ) from exc
                 raise BodyTimeoutError(
                     f"the message did not arrive within {self._limits.read_timeout_s:g} s (collector.read_timeout_s)"
                 ) from exc
         if not isinstance(body, bytes):
             raise SchemaError("the call carries no message")
         return body
+
+
+@dataclass(eq=False)
+class _Place:
+    """A message that is arriving."""
+
+    tenant: str
+    since_s: float
+    timeout: asyncio.Timeout
+    taken: bool = False
+    """Another message has its place now."""
+
+
+class _Arriving:
+    """Places for messages that are arriving. When all are held, a slow one gives way: the oldest of the tenant that holds most."""
+
+    def __init__(self, num_places: int) -> None:
+        self._num_places = num_places
+        self._places: dict[_Place, None] = {}
+
+    @contextmanager
+    def place(self, tenant: str, timeout: asyncio.Timeout) -> Iterator[_Place]:
+        """A place for one message; ``timeout`` ends its arrival. Raises QueueFullError when none is free or slow."""
+        now_s = asyncio.get_running_loop().time()
+        if len(self._places) >= self._num_places:
+            self._free(now_s)
+        mine = _Place(tenant, now_s, timeout)
+        self._places[mine] = None
+        try:
+            yield mine
+        finally:
+            self._places.pop(mine, None)
+
+    def _free(self, now_s: float) -> None:
+        held = Counter(place.tenant for place in self._places)
+        slow = [place for place in self._places if now_s - place.since_s > SLOW_S]
+        if not slow:
+            raise QueueFullError("too many messages are arriving at once; try again shortly")
+        victim = max(slow, key=lambda place: (held[place.tenant], -place.since_s))
+        victim.taken = True
+        victim.timeout.reschedule(now_s)
+        del self._places[victim]
 
 
 _RETRIED = frozenset({4, 8, 14})

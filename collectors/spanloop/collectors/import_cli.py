@@ -143,9 +143,10 @@ def _checkpoints(settings: Settings, log: Any, wanted: str, no_scores: bool) -> 
 
 def _report(found: Imported, settings: Settings, *, dry: bool, as_json: bool) -> None:
     from spanloop.collectors.importers.showing import summary
+    from spanloop.pipeline.assembly.report import plain_text
 
     for reason in (*found.unreadable, *found.reasons):
-        click.echo(f"refused: {reason}", err=True)
+        click.echo(f"refused: {plain_text(reason)}", err=True)
     if found.rejected > len(found.reasons):
         click.echo(f"refused: and {found.rejected - len(found.reasons)} more", err=True)
     if as_json:

@@ -31,6 +31,8 @@ from spanloop.schemas.spans import Span, SpanEvent, SpanLink, redacted
 __all__ = ["Redactor", "looks_like_label", "workspace_key"]
 
 RESERVED = "spanloop."
+GATEWAY = "spanloop.gateway"
+"""Scope of our own gateway's spans: a call's policy version and tokens are read from them before others."""
 _SENDERS_OWN = frozenset({"spanloop.task.key", FLAGS})
 """Reserved keys that a sender may set, and the flags that our decoder sets."""
 
@@ -104,7 +106,10 @@ class Redactor:
         self.reserved_removed = 0
 
     def span(self, span: Span, *, trusted: bool = False) -> Span:
-        """``span`` as it may be written; ``trusted``: from our own gateway, which may set ``spanloop.*``."""
+        """``span`` as it may be written; ``trusted``: from our own gateway, which may set ``spanloop.*`` and its own scope."""
+        if span.scope == GATEWAY and not trusted:
+            self.reserved_removed += 1
+            span = msgspec.structs.replace(span, scope="")
         attributes, removed = (span.attributes, 0) if trusted else self._without_reserved(span.attributes)
         if self._keep_content:
             if not removed:

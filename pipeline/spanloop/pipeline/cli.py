@@ -145,6 +145,7 @@ def doctor(config_file: Path | None, workspace: Path | None, as_json: bool) -> N
     spanloop doctor
     spanloop doctor --config spanloop.toml --json
     """
+    from spanloop.pipeline.assembly.report import plain_text
     from spanloop.pipeline.doctor import diagnose, lines
 
     found = diagnose(_settings(config_file, workspace))
@@ -152,7 +153,7 @@ def doctor(config_file: Path | None, workspace: Path | None, as_json: bool) -> N
         _print_json({**msgspec.to_builtins(found), "healthy": found.healthy})
     else:
         for line in lines(found):
-            click.echo(line)
+            click.echo(plain_text(line))
     sys.exit(0 if found.healthy else 1)
 
 

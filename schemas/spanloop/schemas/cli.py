@@ -130,7 +130,8 @@ def main() -> None:
         )
         sys.exit(2)
     except SpanloopError as exc:
-        click.echo(f"error: {exc.message}", err=True)
+        shown = "".join(c if c.isprintable() or c == "\n" else "?" for c in exc.message)
+        click.echo(f"error: {shown}", err=True)
         sys.exit(exc.exit_code)
     except BrokenPipeError:
         sys.stderr.close()

@@ -12,7 +12,13 @@ import click
 import msgspec
 
 from spanloop.pipeline.assembly.batch import assemble_spans
-from spanloop.pipeline.assembly.report import aligned, orchestration_line, orchestration_table, trace_row
+from spanloop.pipeline.assembly.report import (
+    aligned,
+    orchestration_line,
+    orchestration_table,
+    plain_text,
+    trace_row,
+)
 from spanloop.pipeline.assembly.survey import SurveyTrace, from_survey, is_survey, survey_of, to_survey
 from spanloop.pipeline.ports import Log
 from spanloop.schemas import topics
@@ -90,7 +96,7 @@ def assemble(path: Path, form: str | None, shape: str, tenant: str) -> None:
     if rejected:
         click.echo(f"{len(rejected)} spans or records could not be read and were left out:", err=True)
         for reason in rejected[:_REASONS]:
-            click.echo(f"  {reason}", err=True)
+            click.echo(f"  {plain_text(reason)}", err=True)
         if len(rejected) > _REASONS:
             click.echo(f"  and {len(rejected) - _REASONS} more", err=True)
         sys.exit(3)

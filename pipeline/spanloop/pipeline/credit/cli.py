@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from spanloop.pipeline.assembly.report import plain_text
 from spanloop.pipeline.attribution.cli import failure
 from spanloop.pipeline.credit.explain import Explanation, Line, explain_credit
 from spanloop.pipeline.pomdp_cli import pomdp
@@ -121,9 +122,8 @@ def _print(found: Explanation, lines: Sequence[Line]) -> None:
     )
     first = min((line.depth for line in lines), default=0)
     for line in lines:
-        label = "  " * (line.depth - first) + (
-            line.label if line.label.startswith(line.unit) else f"{line.unit} {line.label}"
-        )
+        name = plain_text(line.label)
+        label = "  " * (line.depth - first) + (name if name.startswith(line.unit) else f"{line.unit} {name}")
         raw, residual = (_number(value) for value in (line.raw, line.residual))
         variance = f" ({line.variance:.3g})" if line.variance else ""
         click.echo(

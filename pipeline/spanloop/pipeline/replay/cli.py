@@ -270,5 +270,7 @@ def diff(
 
 
 def _print_lines(found: Diff, lines: Callable[[Diff], list[str]]) -> None:
+    from spanloop.pipeline.assembly.report import plain_text
+
     for line in lines(found):
-        click.echo(line)
+        click.echo(plain_text(line))
