@@ -289,6 +289,17 @@ EXAMPLES: tuple[e.Event, ...] = (
     ),
     e.PolicyCommand(**_policy, command_id="cmd-1", kind="inject", argument="drill/v9", reason="drill"),
     e.PolicyCommandFinished(**_policy, command_id="cmd-1", status="done", message="injected as 9", version=9),
+    e.SentinelRaised(
+        **_policy,
+        sentinel="spawn_spam",
+        version=5,
+        epoch=2,
+        value=6.5,
+        reference=2.0,
+        limit=3.5,
+        orchestrations=(ORCH,),
+        reason="spawn_spam: 6.5 over the last 400 orchestrations, 2 before (limit 3.5), and the outcome is not better",
+    ),
     e.SubjectErased(
         **_policy,
         erasure_id="e-1",

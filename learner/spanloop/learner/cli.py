@@ -152,6 +152,7 @@ def list_(context: click.Context) -> None:
                 "champion": state.champion,
                 "epoch": state.epoch,
                 "frozen": state.frozen,
+                "sentinels": [msgspec.to_builtins(alarm) for alarm in state.sentinels],
                 "routing": routing,
                 "versions": rows,
             }
@@ -224,7 +225,11 @@ def _serving_line(state: PromotionState, name: str) -> str:
         )
     if state.routing.canary >= 0:
         parts.append(f"canary {policy_name(name, state.routing.canary)} {state.routing.canary_share:.0%}")
-    return "serving: " + ", ".join(parts) + ("; frozen" if state.frozen else "")
+    lines = ["serving: " + ", ".join(parts) + ("; frozen" if state.frozen else "")]
+    for alarm in state.sentinels:
+        lines.append(f"frozen by {alarm.reason}")
+        lines.append(f"  such as {', '.join(alarm.orchestrations)}; `spanloop policies unfreeze` accepts it")
+    return "\n".join(lines)
 
 
 @policies.command()

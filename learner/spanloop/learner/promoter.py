@@ -34,6 +34,7 @@ from spanloop.learner.promotion import (
     Withdraw,
 )
 from spanloop.learner.registry import Registry
+from spanloop.learner.sentinels.watch import Alarm
 from spanloop.learner.serving.port import ServingPort
 from spanloop.learner.tokenizer import Tokenizer
 from spanloop.pipeline.ports import Clock, Log, new_record
@@ -49,6 +50,7 @@ from spanloop.schemas.events import (
     PolicyEvent,
     PolicyPromoted,
     PolicyRolledBack,
+    SentinelRaised,
     decode,
 )
 from spanloop.schemas.ids import policy_name
@@ -109,6 +111,26 @@ class Promoter:
                     _LOG.warning("policies offset %d is skipped: %s", record.offset, exc.message)
                     continue
                 self.state = promotion.apply(self.state, event, record.appended_ns)
+
+    def alarm(self, raised: Alarm) -> None:
+        """Freeze, and say why."""
+        event = SentinelRaised(
+            **self._names,
+            sentinel=raised.sentinel,
+            version=raised.version,
+            epoch=self.state.epoch,
+            value=raised.value,
+            reference=raised.reference,
+            limit=raised.limit,
+            orchestrations=raised.orchestrations,
+            reason=raised.reason,
+        )
+        if self.append(event):
+            _LOG.warning(
+                "frozen by %s; such as %s. `spanloop policies unfreeze` accepts it",
+                raised.reason,
+                ", ".join(raised.orchestrations),
+            )
 
     def append(self, event: PolicyEvent) -> bool:
         """Append an event and fold the topic; False when its place was taken already (the state then says by what)."""

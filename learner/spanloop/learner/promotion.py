@@ -28,6 +28,7 @@ from spanloop.schemas.events import (
     PolicyPromoted,
     PolicyRolledBack,
     RoutingChanged,
+    SentinelRaised,
 )
 from spanloop.schemas.settings import Learner
 
@@ -75,6 +76,8 @@ class PromotionState(msgspec.Struct, frozen=True):
     """Batch of the own version that was evaluated last."""
     routing: RoutingChanged | None = None
     frozen: bool = False
+    sentinels: tuple[SentinelRaised, ...] = ()
+    """What froze it, since it was unfrozen last."""
     commands: tuple[PolicyCommand, ...] = ()
     """Not finished yet, in order."""
     commanded: dict[str, int] = {}
@@ -190,6 +193,8 @@ def apply(state: PromotionState, event: Event, appended_ns: int = 0) -> Promotio
             return state if event.command_id in known else change(state, commands=(*state.commands, event))
         case PolicyCommandFinished():
             return _command_finished(state, event)
+        case SentinelRaised():
+            return change(state, frozen=True, sentinels=(*state.sentinels, event))
         case _:
             return state
 
@@ -240,11 +245,12 @@ def _command_finished(state: PromotionState, event: PolicyCommandFinished) -> Pr
     command = next((c for c in state.commands if c.command_id == event.command_id), None)
     if command is None:
         return state
-    frozen = state.frozen
+    frozen, sentinels = state.frozen, state.sentinels
     if event.status == "done" and command.kind in ("freeze", "unfreeze"):
         frozen = command.kind == "freeze"
+        sentinels = sentinels if frozen else ()
     left = tuple(c for c in state.commands if c.command_id != event.command_id)
-    finished = msgspec.structs.replace(state, commands=left, frozen=frozen)
+    finished = msgspec.structs.replace(state, commands=left, frozen=frozen, sentinels=sentinels)
     return _commanded(finished, event.command_id, event.version)
 
 

@@ -33,6 +33,8 @@ from spanloop.learner.model import Policy, load_artifact, other_policy, read_man
 from spanloop.learner.policy import PolicyConfig, PolicyNet
 from spanloop.learner.promoter import Promoter
 from spanloop.learner.registry import Registry
+from spanloop.learner.sentinels.patrol import Patrol
+from spanloop.learner.sentinels.watch import Watch
 from spanloop.learner.serving.port import ServingPort
 from spanloop.learner.tokenizer import Tokenizer
 from spanloop.learner.training import Training
@@ -124,6 +126,10 @@ class Learner:
             if config.full_vocabulary
             else 0.0,
         )
+        section = settings.learner
+        watch = Watch(window=section.sentinel_window, confidence=section.sentinel_confidence)
+        place = settings.workspace / "sentinels.json"
+        self._patrol = Patrol(log, settings.tenant, watch, place) if section.sentinels else None
         self._initial = net
         self._unsaved = False
         self._trained_to = -1
@@ -164,8 +170,10 @@ class Learner:
         Raises TransientError when something has to wait; what was done stays done, call it again.
         """
         promoter = self.promoter
+        frozen = promoter.state.frozen
         promoter.sync()
         self._measure()
+        self._watch_over(unfrozen=frozen and not promoter.state.frozen)
         waiting: list[TransientError] = []
         for part in (
             self._register,
@@ -207,6 +215,13 @@ class Learner:
                     self.evaluation.add(built, record.offset)
             if len(records) < READ_MAX:
                 break
+
+    def _watch_over(self, *, unfrozen: bool) -> None:
+        if self._patrol is None:
+            return
+        if unfrozen:
+            self._patrol.accept()
+        self._patrol.step(self.promoter.alarm)
 
     def _register(self) -> None:
         """Checkpoint and register what is not yet: the first policy, or the last batch's weights."""

@@ -44,6 +44,7 @@ __all__ = [
     "RoutingChanged",
     "Sample",
     "SamplesBuilt",
+    "SentinelRaised",
     "SpansReceived",
     "SubjectErased",
     "ValueModelPublished",
@@ -533,6 +534,28 @@ class PolicyCommandFinished(
         return digest("command_finished", self.tenant, self.policy, self.command_id)
 
 
+class SentinelRaised(PolicyEvent, frozen=True, omit_defaults=True, tag="sentinel_raised", kw_only=True):
+    """What agents do changed in a way that the outcome does not pay for: learning and promotion are frozen until somebody
+    unfreezes."""
+
+    sentinel: str
+    """length_drift, spawn_spam, ... (learner/sentinels/signals.py)."""
+    version: int
+    """Newest version among the orchestrations that it is about."""
+    epoch: int
+    """In which champion's time."""
+    value: float
+    reference: float
+    limit: float
+    orchestrations: tuple[str, ...]
+    """Some that moved it most."""
+    reason: str
+
+    @property
+    def event_id(self) -> str:
+        return digest("sentinel", self.tenant, self.policy, self.sentinel, self.version, self.epoch)
+
+
 class SubjectErased(PolicyEvent, frozen=True, omit_defaults=True, tag="subject_erased", kw_only=True):
     """The keys of a subject's content were destroyed: nobody can read it again. It stands among the policies' events because it says
     which versions had learned from that content."""
@@ -560,7 +583,7 @@ EVENTS: tuple[type[Event], ...] = (
     SpansReceived, FeedbackReceived, DeadLettered, OrchestrationRevised, RewardsComputed, CreditAssigned,
     SamplesBuilt, ValueModelPublished, DecisionModelPublished, BatchCommitted, CandidateRegistered, GateEvaluated, CanaryStarted,
     CanaryFinished, PolicyPromoted, PolicyRolledBack, RoutingChanged, PolicyCommand, PolicyCommandFinished,
-    SubjectErased,
+    SubjectErased, SentinelRaised,
 )  # fmt: skip
 _BY_TYPE: dict[str, type[Event]] = {str(cls.__struct_config__.tag): cls for cls in EVENTS}
 

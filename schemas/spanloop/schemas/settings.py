@@ -294,6 +294,12 @@ class Learner(_Section):
     gate_margin: float = Field(0.0, ge=0)
     """The lower bound may be this far below zero."""
     gate_min_ess: float = Field(0.1, ge=0, le=1)
+    sentinels: bool = True
+    """Freeze learning and promotion when what agents do changes in a way that the outcome does not pay for (docs/sentinels.md)."""
+    sentinel_window: int = Field(400, ge=20)
+    """Orchestrations that are compared with as many at the beginning."""
+    sentinel_confidence: float = Field(0.9999, gt=0.5, lt=1)
+    """Of each look at each signal."""
     canary_share: float = Field(0.25, gt=0, le=0.5)
     canary_confidence: float = Field(0.95, gt=0.5, lt=1)
     canary_min: int = Field(50, ge=2)
