@@ -14,7 +14,7 @@ import msgspec
 
 from spanloop.learner.durable import write_durably
 from spanloop.learner.sentinels.signals import Seen, measure
-from spanloop.learner.sentinels.watch import Alarm, Observation, Watch
+from spanloop.learner.sentinels.watch import Alarm, Memory, Observation, Watch
 from spanloop.pipeline.ports import Log
 from spanloop.schemas import topics
 from spanloop.schemas.canonical import unmicro
@@ -33,9 +33,8 @@ SAVE_EVERY = 50
 
 
 class _Place(msgspec.Struct):
-    offsets: dict[str, int] = {}
-    reference: list[Observation] = []
-    recent: list[Observation] = []
+    offsets: dict[str, int]
+    memory: Memory
 
 
 class Patrol:
@@ -104,8 +103,7 @@ class Patrol:
         self._unsaved = 0
         if self._place is None:
             return
-        reference, recent = self._watch.windows()
-        data = msgspec.json.encode(_Place(self._offsets, reference, recent))
+        data = msgspec.json.encode(_Place(self._offsets, self._watch.memory()))
         temporary = self._place.with_suffix(".tmp")
         write_durably(temporary, data)
         temporary.rename(self._place)
@@ -115,7 +113,7 @@ class Patrol:
             return
         try:
             known = msgspec.json.decode(self._place.read_bytes(), type=_Place)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, msgspec.ValidationError):
             return  # reads the log from its beginning instead
         self._offsets = dict(known.offsets)
-        self._watch.restore(known.reference, known.recent)
+        self._watch.restore(known.memory)

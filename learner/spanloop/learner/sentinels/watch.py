@@ -19,7 +19,7 @@ import msgspec
 
 from spanloop.learner.sentinels.signals import SIGNALS, Signal
 
-__all__ = ["Alarm", "Observation", "Watch"]
+__all__ = ["Alarm", "Memory", "Observation", "Watch"]
 
 OFFENDERS = 5
 """Orchestrations that an alarm names."""
@@ -60,6 +60,17 @@ class Alarm(msgspec.Struct, frozen=True):
             f"{self.sentinel}: {self.value:.4g} over the last {self.n} orchestrations, {self.reference:.4g} before "
             f"(limit {self.limit:.4g}), and the outcome is not better"
         )
+
+
+class Memory(msgspec.Struct):
+    """State of a watch."""
+
+    reference: list[Observation] = []
+    recent: list[Observation] = []
+    """Oldest first."""
+    new: int = 0
+    """Orchestrations since the last look."""
+    raised: list[str] = []
 
 
 class Watch:
@@ -107,15 +118,18 @@ class Watch:
         self._recent, self._order, self._new = {}, deque(), 0
         self._raised = set()
 
-    def windows(self) -> tuple[list[Observation], list[Observation]]:
-        """Reference and recent, oldest first: what ``restore`` takes."""
-        return list(self._reference.values()), [self._recent[name] for name in self._order]
+    def memory(self) -> Memory:
+        """All it knows: what ``restore`` takes."""
+        recent = [self._recent[name] for name in self._order]
+        return Memory(list(self._reference.values()), recent, self._new, sorted(self._raised))
 
-    def restore(self, reference: Sequence[Observation], recent: Sequence[Observation]) -> None:
-        """Go on from there. What was raised is on the log: raising it again changes nothing."""
-        self._reference = {o.orchestration_id: o for o in reference}
-        self._recent = {o.orchestration_id: o for o in recent}
+    def restore(self, known: Memory) -> None:
+        """Go on exactly from there."""
+        self._reference = {o.orchestration_id: o for o in known.reference}
+        self._recent = {o.orchestration_id: o for o in known.recent}
         self._order = deque(self._recent)
+        self._new = known.new
+        self._raised = set(known.raised)
 
     def _look(self) -> list[Alarm]:
         before, now = list(self._reference.values()), list(self._recent.values())
