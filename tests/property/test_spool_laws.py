@@ -230,6 +230,36 @@ def test_what_is_damaged_while_it_waits_is_counted():
         spool.close()
 
 
+@settings(parent=MANY, max_examples=60)
+@given(groups, st.data())
+def test_a_folder_that_is_removed_while_it_is_used_is_made_again(sizes, data):
+    """Nothing is lost of the segment that is written, whether it was read before the next write or not; and what is written after
+    the removal survives a kill."""
+    with folder() as path:
+        spool = Spool(path, max_bytes=10**6, segment_bytes=10**6)
+        written, found = [], []
+        for group in sizes:
+            spool.append(payloads(group, len(written)))
+            written += payloads(group, len(written))
+            if data.draw(st.booleans()):
+                what = data.draw(st.sampled_from(["folder", "segments"]))
+                for file in path.iterdir() if what == "folder" else path.glob("*.seg"):
+                    file.unlink()
+                if what == "folder":
+                    path.rmdir()
+            drain(spool, found, most=data.draw(st.integers(0, 3)))
+        spool.append([b"last"])
+        spool.abandon()
+        after = Spool(path, max_bytes=10**6)
+        rest = []
+        drain(after, rest)
+        after.close()
+        assert found == written[: len(found)]
+        assert rest[-(len(written) + 1 - len(found)) :] == [*written[len(found) :], b"last"]
+        assert not after.lost
+        assert not spool.lost
+
+
 def test_two_processes_have_two_folders_and_what_is_left_is_found(tmp_path):
     one = open_spools(tmp_path, max_bytes=10**6, fsync_s=1)
     two = open_spools(tmp_path, max_bytes=10**6, fsync_s=1)

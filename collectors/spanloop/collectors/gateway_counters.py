@@ -99,6 +99,13 @@ class Counters:
         self.begun = self.put = self.sequence = sequence
         self.unspooled = 0
 
+    def again(self, path: Path) -> Counters:
+        """The same numbers in another file."""
+        found = Counters(path)
+        for name, value in self._values.items():
+            found._set(name, value)
+        return found
+
     def close(self) -> None:
         """Release the file; the values stay readable."""
         if self._map is not None:

@@ -48,6 +48,10 @@ class _Segment:
         """Everything before this offset is done."""
 
 
+def _created(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC, 0o600)
+
+
 class Spool:
     """One folder of segments. Safe to use from several threads.
 
@@ -148,6 +152,7 @@ class Spool:
             data = b"".join(frame(self._next + i, payload) for i, payload in enumerate(payloads))
             self._make_room(len(data))
             try:
+                self._restore()
                 self._put(data)
             except OSError as exc:
                 if exc.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._drop_oldest():
@@ -166,13 +171,40 @@ class Spool:
             if self._fsync_s == 0:
                 self._sync()
 
+    def _restore(self) -> None:
+        """Make the folder and the active segment again where somebody removed them: their records can still be read from the open
+        file, but would be gone with this process."""
+        if not os.fstat(self._lock_fd).st_nlink:
+            held = hold(self.folder)
+            os.close(self._lock_fd)
+            self._lock_fd = held
+            old, self.counters = self.counters, self.counters.again(self.folder / "counters")
+            old.close()
+            _log.error("%s was removed while the gateway writes to it; it is made again", self.folder)
+        if self._fd < 0 or os.fstat(self._fd).st_nlink:
+            return
+        active = self._segments[-1]
+        fd = _created(active.path)
+        try:
+            self._write_all(fd, os.pread(self._fd, active.size, 0))
+        except OSError:
+            os.close(fd)
+            active.path.unlink(missing_ok=True)
+            raise
+        os.close(self._fd)
+        self._fd = fd
+        _log.error("%s was removed; it is written again", active.path)
+
+    def _write_all(self, fd: int, data: bytes) -> None:
+        written = 0
+        while written < len(data):
+            written += self._write(fd, data[written:])
+
     def _put(self, data: bytes) -> None:
         if self._fd < 0 or self._segments[-1].size >= self._segment_bytes:
             self._roll()
-        written = 0
         try:
-            while written < len(data):
-                written += self._write(self._fd, data[written:])
+            self._write_all(self._fd, data)
         except OSError:
             try:
                 os.ftruncate(self._fd, self._segments[-1].size)
@@ -203,7 +235,7 @@ class Spool:
         self._close_active()
         number = self._segments[-1].number + 1 if self._segments else self.counters.segment + 1
         path = self.folder / f"{number:016d}.seg"
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC, 0o600)
+        self._fd = _created(path)
         self.counters.segment = number
         self._segments.append(_Segment(path, number))
 
@@ -233,8 +265,10 @@ class Spool:
         batch = Batch(segment.number, [], [], [])
         try:
             file = segment.path.open("rb")
-        except FileNotFoundError:  # somebody removed it: its records are damaged
-            return batch
+        except FileNotFoundError:  # somebody removed it
+            if self._fd < 0 or segment is not self._segments[-1]:
+                return batch  # its records are damaged
+            file = os.fdopen(os.dup(self._fd), "rb")
         except OSError as exc:
             raise refused(segment.path, exc) from exc
         size = READ_BYTES
@@ -261,6 +295,7 @@ class Spool:
         missing = segment.count - segment.handed
         if missing:
             self.lost["damaged"] += missing
+            _log.error("%s: %d calls cannot be read again and are lost", segment.path, missing)
             segment.handed = segment.count
         if segment is self._segments[-1] and self._fd >= 0:
             segment.read_at = segment.size
