@@ -164,3 +164,64 @@ def play_log(world: World, rng: np.random.Generator, count: int, mu: float) -> l
                 break
         logged.append((rounds[: end + 1], chose))
     return logged
+
+
+# ---------------------------------------------------------------- as a deployment writes it
+
+T0_NS = 1_800_000_000_000_000_000
+SECOND_NS = 1_000_000_000
+
+
+def spans_of(number: int, rounds: list[Round], chose: bool, mu: float | None) -> list[dict]:
+    """The spans of one orchestration as our SDK names them: a run of an agent, and in it every decision to go on or to stop."""
+    trace = f"{number + 1:032x}"
+    last = len(rounds) - 1
+    root = {
+        "trace_id": trace, "span_id": f"{1:016x}", "parent_span_id": None, "name": "invoke_agent asker", "start_ns": T0_NS,
+        "end_ns": T0_NS + (last + 2) * SECOND_NS,
+        "attributes": {
+            "gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "asker", "spanloop.sdk.act": "agent",
+        },
+    }  # fmt: skip
+    spans = [root]
+    for k, each in enumerate(rounds):
+        stops = chose and k == last
+        if not stops and k == last:
+            break  # the horizon: nobody decided
+        names = sorted(each.state)
+        attributes = {
+            "spanloop.sdk.act": "stop" if stops else "decision",
+            "spanloop.sdk.decision": "stop",
+            "spanloop.sdk.options": ["stop", "continue"],
+            "spanloop.sdk.chosen": "stop" if stops else "continue",
+            "spanloop.sdk.state.names": [*names, "cost"],
+            "spanloop.sdk.state.values": [*(float(each.state[name]) for name in names), float(each.cost)],
+        }
+        if mu is not None:
+            attributes["spanloop.sdk.propensities"] = [mu, 1.0 - mu]
+        start = T0_NS + (k + 1) * SECOND_NS
+        spans.append({
+            "trace_id": trace, "span_id": f"{k + 2:016x}", "parent_span_id": root["span_id"], "name": "decide stop",
+            "start_ns": start, "end_ns": start, "attributes": attributes,
+        })  # fmt: skip
+    if not chose:
+        # The horizon ends it: told as a stop that had no alternative.
+        each = rounds[last]
+        names = sorted(each.state)
+        start = T0_NS + (last + 1) * SECOND_NS
+        spans.append({
+            "trace_id": trace, "span_id": f"{last + 2:016x}", "parent_span_id": root["span_id"], "name": "stop",
+            "start_ns": start, "end_ns": start,
+            "attributes": {
+                "spanloop.sdk.act": "stop", "spanloop.sdk.decision": "stop", "spanloop.sdk.chosen": "stop",
+                "spanloop.sdk.options": ["stop"], "spanloop.sdk.propensities": [1.0],
+                "spanloop.sdk.state.names": [*names, "cost"],
+                "spanloop.sdk.state.values": [*(float(each.state[name]) for name in names), float(each.cost)],
+            },
+        })  # fmt: skip
+    return spans
+
+
+def grades_of(number: int, rounds: list[Round]) -> list[tuple[str, str, float]]:
+    """(trace id, span id of the decision, grade) of every draft; the last is the outcome too."""
+    return [(f"{number + 1:032x}", f"{k + 2:016x}", each.quality) for k, each in enumerate(rounds)]

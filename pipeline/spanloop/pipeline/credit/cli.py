@@ -12,6 +12,7 @@ import msgspec
 from spanloop.pipeline.assembly.report import plain_text
 from spanloop.pipeline.attribution.cli import failure
 from spanloop.pipeline.credit.explain import Explanation, Line, explain_credit
+from spanloop.pipeline.decisions.cli import decisions
 from spanloop.pipeline.pomdp_cli import pomdp
 from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.settings import load_settings
@@ -28,6 +29,7 @@ def explain() -> None:
     \b
     spanloop explain credit 132a50                  the beginning of an id is enough
     spanloop explain credit 132a50 --token          down to the tokens
+    spanloop explain decisions 132a50               what was decided, what else was open, what it brought
     spanloop explain failure 132a50                 the agent and the step that are likely to blame
     spanloop explain pomdp 132a50                   who was active when; observations and actions
     """
@@ -35,6 +37,7 @@ def explain() -> None:
 
 explain.add_command(pomdp)
 explain.add_command(failure)
+explain.add_command(decisions)
 
 
 @explain.command()

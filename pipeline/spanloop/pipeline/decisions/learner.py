@@ -49,6 +49,7 @@ class _Stop(msgspec.Struct, frozen=True, array_like=True):
     cost: float
     propensity: float | None
     stopped: bool
+    """By choice: where stopping was the only option, something else had ended it."""
     evidence: tuple[str, ...]
     """Span ids and the call id under which its draft may be graded."""
 
@@ -78,7 +79,7 @@ def lesson_of(content: OrchestrationContent, prices: Prices, sequence: int = 0) 
             tuple(
                 _Stop(
                     features_of(item), prices.of(item), stop_propensity(item.event, item.decision),
-                    stops_at(item.event, item.decision), (*item.event.evidence, item.event.call_id),
+                    stops_at(item.event, item.decision) and len(item.decision.options) != 1, (*item.event.evidence, item.event.call_id),
                 )
                 for item in items[:POINTS_MAX]
             ),

@@ -9,13 +9,28 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
 from spanloop.schemas.orchestration import Decision, OrchestrationContent, OrchestrationEvent
 
-__all__ = ["CODES", "Told", "context_of", "group_of", "has_told", "label_of", "stops_at", "told_of"]
+__all__ = [
+    "CODES",
+    "Prices",
+    "Told",
+    "all_of",
+    "chains",
+    "context_of",
+    "features_of",
+    "group_of",
+    "has_told",
+    "label_of",
+    "menu_key",
+    "stop_propensity",
+    "stops_at",
+    "told_of",
+]
 
 CODES = {"spawn": "O1", "delegate": "O2", "message": "O3", "aggregate": "O4", "stop": "O5"}
 STOP = "stop"
@@ -51,26 +66,48 @@ def has_told(content: OrchestrationContent) -> bool:
 
 def told_of(content: OrchestrationContent) -> list[Told]:
     """Told decisions in the order of the events."""
-    if not has_told(content):
-        return []
+    return situated(content, lambda event: event.decision) if has_told(content) else []
+
+
+def all_of(content: OrchestrationContent) -> list[Told]:
+    """Told decisions, and the acts of O1 to O5 that no program told a decision of, in the order of the events. An act that
+    carries out a decision told apart is that decision."""
+    apart = {
+        event.id: event.decision.kind
+        for event in content.events
+        if event.type == "orchestrator_decision" and event.decision is not None
+    }
+    done = {
+        (edge.dst, apart[edge.src]) for edge in content.edges if edge.type == "causal" and edge.src in apart
+    }
+
+    def decided(event: OrchestrationEvent) -> Decision | None:
+        if event.decision is not None:
+            return event.decision
+        if event.type in CODES and (event.id, event.type) not in done:
+            return Decision(event.type, event.to or event.tool or event.type)
+        return None
+
+    return situated(content, decided)
+
+
+def situated(
+    content: OrchestrationContent, decided: Callable[[OrchestrationEvent], Decision | None]
+) -> list[Told]:
+    """The events that ``decided`` takes for decisions, and where each stood."""
     roles = {agent.id: agent.role or agent.name.lower() for agent in content.agents}
-    calls = sorted((call.end_ns, call.input_tokens, call.output_tokens) for call in content.calls if call.end_ns > 0) \
-        if all(call.input_tokens is not None and call.output_tokens is not None for call in content.calls) else None  # fmt: skip
+    spending = _Spending(content)
     before: Counter[tuple[str, str]] = Counter()
     opened: dict[str, int] = defaultdict(int)
     found: list[Told] = []
-    at, spent = 0, 0
     for event in content.events:
-        decision = event.decision
+        decision = decided(event)
         if decision is not None:
-            while calls is not None and at < len(calls) and calls[at][0] <= event.t_ns:
-                spent += (calls[at][1] or 0) + (calls[at][2] or 0)
-                at += 1
             key = (event.agent_id, decision.kind)
             found.append(
                 Told(
                     event, decision, roles.get(event.agent_id, event.agent.lower()), before[key], opened[event.agent_id],
-                    spent if calls is not None else None, max(0.0, (event.t_ns - content.started_ns) / 1e9),
+                    spending.until(event.t_ns), max(0.0, (event.t_ns - content.started_ns) / 1e9),
                 )
             )  # fmt: skip
             before[key] += 1
@@ -79,6 +116,25 @@ def told_of(content: OrchestrationContent) -> list[Told]:
         elif event.type == "return" and opened[event.to_id]:
             opened[event.to_id] -= 1
     return found
+
+
+class _Spending:
+    """Tokens of the calls that had ended, asked for at times that do not go back."""
+
+    def __init__(self, content: OrchestrationContent) -> None:
+        self._ends = sorted(
+            (call.end_ns, call.input_tokens + call.output_tokens)
+            for call in content.calls
+            if call.input_tokens is not None and call.output_tokens is not None
+        )
+        self._known = len(self._ends) == len(content.calls)
+        self._place = self._spent = 0
+
+    def until(self, t_ns: int) -> int | None:
+        while self._place < len(self._ends) and self._ends[self._place][0] <= t_ns:
+            self._spent += self._ends[self._place][1]
+            self._place += 1
+        return self._spent if self._known else None
 
 
 def stops_at(event: OrchestrationEvent, decision: Decision) -> bool:

@@ -26,6 +26,7 @@ DEPTH = 8
 NODES_MAX = 255
 LEAST_ROWS = 20.0
 """Effective rows of a leaf."""
+_INDICES = ("feature", "upto", "left", "right")
 EVIDENCE = 3.0
 """A split's gain in units of the noise variance, at least."""
 
@@ -90,17 +91,21 @@ class Tree:
     def from_dict(data: Mapping[str, Any]) -> Tree:
         """The tree of ``to_dict``; raises SchemaError when it is none."""
         try:
-            lists = [[int(x) for x in data[name]] for name in ("feature", "upto", "left", "right")]
+            feature, upto, left, right = ([int(x) for x in data[name]] for name in _INDICES)
             value = [float(x) for x in data["value"]]
         except (KeyError, TypeError, ValueError) as exc:
             raise SchemaError(f"not a regression tree: {exc}") from exc
         count = len(value)
-        children_come_later = all(
-            at < child < count for side in lists[2:] for at, child in enumerate(side) if lists[0][at] >= 0
-        )
-        if not count or any(len(each) != count for each in lists) or not children_come_later:
-            raise SchemaError("a regression tree's lists do not fit")
-        return Tree(*lists, value)
+        if not count or {len(each) for each in (feature, upto, left, right)} != {count}:
+            raise SchemaError("a regression tree's lists are not of one length")
+        if any(
+            not at < child < count
+            for side in (left, right)
+            for at, child in enumerate(side)
+            if feature[at] >= 0
+        ):
+            raise SchemaError("a regression tree's children do not come after it")
+        return Tree(feature, upto, left, right, value)
 
 
 def fit_tree(codes: Codes, target: Floats, weight: Floats, *, evidence: float = EVIDENCE) -> Tree:
