@@ -230,7 +230,8 @@ class Statistics:
     ) -> OptionEffect:  # fmt: skip
         others = [b for b in range(len(options)) if b != a and taken[b]]
         naive = _naive(cells, a, others) if taken[a] and others else None
-        refusal = self._refusal(cells, taken, a, others, logged=group[1])
+        members = min(self._members[group], sum(cell.clusters for cell in cells.values()))
+        refusal = self._refusal(cells, taken, a, others, logged=group[1], orchestrations=members)
         if refusal:
             return OptionEffect(
                 options[a], taken[a], None, None, None, None, None, None, naive, "unidentified", refusal
@@ -258,14 +259,21 @@ class Statistics:
         )
 
     def _refusal(
-        self, cells: dict[str, _Cell], taken: list[int], a: int, others: list[int], *, logged: bool
+        self,
+        cells: dict[str, _Cell],
+        taken: list[int],
+        a: int,
+        others: list[int],
+        *,
+        logged: bool,
+        orchestrations: int,
     ) -> str:
         options = next(iter(cells.values())).options
         if not taken[a]:
             return f"{options[a]!r} was never taken here"
         if not others:
             return "no other option was ever taken here"
-        if sum(cell.clusters for cell in cells.values()) < 2:
+        if orchestrations < 2:
             return "one orchestration alone has no error"
         for b in (a, *others):
             low = sum(sums.low[b] for cell in cells.values() for sums in cell.folds)

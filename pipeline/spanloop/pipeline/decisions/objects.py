@@ -121,7 +121,7 @@ def decisions_of(
     made = _Maker(content, nodes, samples, model, words)
     found = [made.of(item) for item in all_of(content)]
     found += [made.of(item, goes_on=True) for item in _turns_that_went_on(content, found)]
-    return tuple(sorted(found, key=lambda item: (item.t_ns, item.event_id, item.call_id)))
+    return tuple(sorted(found, key=lambda item: (item.t_ns, not item.event_id, item.event_id, item.call_id)))
 
 
 def _turns_that_went_on(content: OrchestrationContent, found: Sequence[DecisionObject]) -> list[Told]:
