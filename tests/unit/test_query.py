@@ -24,6 +24,7 @@ from spanloop.schemas.events import (
     CreditAssigned,
     CreditNode,
     DeadLettered,
+    DecisionModelPublished,
     Event,
     FeedbackReceived,
     OrchestrationRevised,
@@ -140,6 +141,12 @@ def rewards(number: int, revision: int, value: int | None) -> RewardsComputed:
     )  # fmt: skip
 
 
+_EFFECT = {
+    "option": "spawn", "taken": 5, "value": 0.75, "value_error": 0.1, "effect": 0.25, "error": 0.1, "low": 0.1, "high": 0.4,
+    "naive": -0.1, "status": "ok", "reason": "",
+}  # fmt: skip
+
+
 def everything() -> list[Event]:
     return [
         spans(1), spans(2), orchestration(1), rewards(1, 1, None), rewards(1, 2, 500_000), credit(1, 2, (300_000, 200_000)),
@@ -150,6 +157,10 @@ def everything() -> list[Event]:
         PolicyPromoted(epoch=1, version=1, previous=0, reason="canary"),
         RoutingChanged(sequence=1, champion=1, learner=2, learning_share=0.5),
         ValueModelPublished(version="v1", kind="bag", trained_on=64, parameters={"w": [0.5]}),
+        DecisionModelPublished(
+            version="d1", value_model="v1", kind="decisions/1", trained_on=9,
+            parameters={"effects": [["spawn||alone|spawn", "", [_EFFECT]]]},
+        ),
         DeadLettered(source="otlp", reason="zero id", sha256="aa", size=10, details={"field": "trace_id"}),
     ]  # fmt: skip
 

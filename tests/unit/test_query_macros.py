@@ -13,6 +13,7 @@ import pytest
 
 from spanloop.pipeline.assembly.batch import assemble_spans
 from spanloop.pipeline.clock import ManualClock
+from spanloop.pipeline.decisions.told import context_of, group_of, told_of
 from spanloop.pipeline.log.memory import MemoryLog
 from spanloop.pipeline.macros import MACROS
 from spanloop.pipeline.otlp.files import read_spans
@@ -25,6 +26,7 @@ from spanloop.schemas.events import (
     CandidateRegistered,
     CreditAssigned,
     CreditNode,
+    DecisionModelPublished,
     Event,
     OrchestrationRevised,
     Sample,
@@ -248,6 +250,61 @@ def test_told_decisions_have_their_menu_and_propensity(tmp_path: Path) -> None:
         (["stop", "continue"], [0.25, 0.75], False),
         (None, None, None),
     ]
+
+
+def test_told_decisions_have_the_effects_of_the_version_that_their_credit_names(tmp_path: Path) -> None:
+    revised = parallel()
+    assert revised.content is not None
+    first, *_ = revised.content.events
+    decision = Decision("spawn", "spawn", ("spawn", "alone"), (0.5, 0.5))
+    content = msgspec.structs.replace(
+        revised.content, events=(msgspec.structs.replace(first, decision=decision),)
+    )
+    group = group_of(told_of(content)[0])
+
+    def effect(option: str, value: float | None, status: str) -> dict[str, Any]:
+        shown = dict.fromkeys(("value_error", "error", "low", "high", "naive"), 0.1)
+        return {
+            "option": option,
+            "taken": 2,
+            "value": value,
+            "effect": value,
+            "status": status,
+            "reason": "",
+            **shown,
+        }
+
+    def model(version: str, value_model: str, here: str) -> DecisionModelPublished:
+        context = context_of(told_of(content)[0])
+        effects = [
+            [group, "", [effect("alone", 0.125, "ok"), effect("spawn", 0.25, "ok")]],
+            [group, context, [effect("alone", None, here), effect("spawn", 0.5, here)]],
+        ]
+        return DecisionModelPublished(
+            version=version,
+            value_model=value_model,
+            kind="decisions/1",
+            trained_on=4,
+            parameters={"effects": effects},
+        )
+
+    ledger_of_v1 = msgspec.structs.replace(ledger(), value_model="v1")
+    for here, value in (("ok", 0.5), ("unidentified", 0.25)):
+        events = [
+            msgspec.structs.replace(revised, content=content),
+            ledger_of_v1,
+            model("d1", "v1", here),
+            model("d2", "v2", "ok"),
+        ]
+        (row,) = ask(events, tmp_path / here, "FROM decisions")
+        assert (row["decision_model"], row["effect"], row["value"], row["effect_status"]) == (
+            "d1",
+            value,
+            value,
+            "ok",
+        )
+        assert row["option_values"] == {"alone": None if value == 0.5 else 0.125, "spawn": value}
+        assert (row["low"], row["high"], row["reason"]) == (0.1, 0.1, None)
 
 
 def versions() -> list[Event]:

@@ -118,6 +118,7 @@ TABLES: dict[str, Table] = {
             "events", topics.ORCHESTRATIONS, **_ORCHESTRATION, id=_STR, type=_STR, agent=_STR, agent_id=_STR, to_agent=_STR,
             to_id=_STR, tool=_STR, status=_STR, triggered=_BOOL, mode=_STR, t=_TIME, t_ns=_INT, confidence=_FLOAT, rule=_STR,
             evidence=_STRS, call_id=_STR, decision_kind=_STR, chosen=_STR, options=_STRS, propensities=_FLOATS, by_policy=_BOOL,
+            decision_group=_STR, decision_context=_STR,
         ),
         _table("edges", topics.ORCHESTRATIONS, **_ORCHESTRATION, src=_STR, dst=_STR, type=_STR),
         _table(
@@ -160,6 +161,11 @@ TABLES: dict[str, Table] = {
         ),
         _table(
             "models", topics.MODELS, tenant=_STR, version=_STR, kind=_STR, trained_on=_INT, published=_TIME, parameters=_STR,
+        ),
+        _table(
+            "decision_effects", topics.MODELS, tenant=_STR, version=_STR, value_model=_STR, decision_group=_STR, context=_STR,
+            option=_STR, taken=_INT, value=_FLOAT, value_error=_FLOAT, effect=_FLOAT, error=_FLOAT, low=_FLOAT, high=_FLOAT,
+            naive=_FLOAT, status=_STR, reason=_STR,
         ),
         _table(
             "dead_letters", topics.DEAD_LETTERS, tenant=_STR, source=_STR, reason=_STR, size=_INT, sha256=_STR, logged=_TIME,

@@ -66,8 +66,10 @@ _DECISIONS_SQL = """SELECT e.tenant, e.orchestration_id, e.revision,
   coalesce(e.decision_kind, e.type) AS kind, e.agent, e.agent_id,
   coalesce(nullif(e.chosen, ''), nullif(e.to_agent, ''), nullif(e.tool, ''), e.type) AS chosen, e.id AS event_id,
   nullif(e.call_id, '') AS call_id, e.t, s.policy_version, s.action, s.menu,
-  coalesce(e.propensities[list_position(e.options, e.chosen)], s.propensity) AS propensity, s.value, c.credit, c.credit_micro,
-  e.confidence, e.rule, e.options, e.propensities, e.by_policy
+  coalesce(e.propensities[list_position(e.options, e.chosen)], s.propensity) AS propensity,
+  coalesce(d.value, s.value) AS value, c.credit, c.credit_micro, e.confidence, e.rule, e.options, e.propensities, e.by_policy,
+  d.option_values, d.effect, d.low, d.high,
+  coalesce(d.status, CASE WHEN s.value IS NOT NULL THEN 'model_based' ELSE 'unidentified' END) AS effect_status, d.reason, d.decision_model
 FROM events e
 LEFT JOIN (SELECT hash(tenant, orchestration_id) AS job, hash(call_id) AS call, policy_version, response_token_ids AS action,
     menu_ids AS menu, exp(list_sum(logprobs)) AS propensity,
@@ -76,11 +78,27 @@ LEFT JOIN (SELECT hash(tenant, orchestration_id) AS job, hash(call_id) AS call, 
 LEFT JOIN (SELECT hash(tenant, orchestration_id) AS job, hash(subject) AS call, credit, credit_micro
   FROM credits WHERE unit = 'message' AND label = 'decision') c
   ON c.job = hash(e.tenant, e.orchestration_id) AND c.call = hash(e.call_id)
+LEFT JOIN (
+  SELECT t.tenant, t.orchestration_id, t.id, any_value(f.version) AS decision_model,
+    map(list(f.option ORDER BY f.option), list(f.value ORDER BY f.option)) AS option_values,
+    max(f.value) FILTER (f.option = t.chosen) AS value, max(f.effect) FILTER (f.option = t.chosen) AS effect,
+    max(f.low) FILTER (f.option = t.chosen) AS low, max(f.high) FILTER (f.option = t.chosen) AS high,
+    max(f.status) FILTER (f.option = t.chosen) AS status, max(nullif(f.reason, '')) FILTER (f.option = t.chosen) AS reason
+  FROM (SELECT tenant, orchestration_id, id, chosen, decision_group, decision_context FROM events WHERE decision_group IS NOT NULL) t
+  JOIN (SELECT DISTINCT tenant, orchestration_id, value_model FROM credits WHERE unit = 'team') v USING (tenant, orchestration_id)
+  LEFT JOIN t_decision_effects x ON x.tenant = t.tenant AND x.value_model = v.value_model AND x.decision_group = t.decision_group
+    AND x.context = t.decision_context AND x.option = t.chosen AND x.status <> 'unidentified'
+  JOIN t_decision_effects f ON f.tenant = t.tenant AND f.value_model = v.value_model AND f.decision_group = t.decision_group
+    AND f.context = coalesce(x.context, '')
+  GROUP BY ALL
+) d ON d.tenant = e.tenant AND d.orchestration_id = e.orchestration_id AND d.id = e.id
 WHERE e.type IN ('spawn', 'delegate', 'message', 'aggregate', 'stop') OR e.decision_kind IS NOT NULL"""
 """A decision that its program told has the menu and the propensities told, also where it was not to act. Else its propensity is that of the model call that took it: the product over its response tokens. Its value is what the
 value model gave the option chosen at the last of them, which is the value of having decided so. Joined by two 64-bit hashes:
 with three texts as key the tables of ten million spans would not fit in a gibibyte."""
-_DECISION_TABLES = ("events", "orchestrations", "samples", "sample_heads", "credits", "credit_heads")
+_DECISION_TABLES = (
+    "events", "orchestrations", "samples", "sample_heads", "credits", "credit_heads", "decision_effects",
+)  # fmt: skip
 _ORDERED = ("orchestrations", "rewards", "credits", "samples", "feedback")
 
 _BASES: tuple[View, ...] = (
@@ -143,8 +161,13 @@ _BASES: tuple[View, ...] = (
         "SELECT name, count(*), avg(value) FROM feedback GROUP BY 1",
     ),
     View(
-        "models", ("models",), _ONCE.format(key="tenant, version", table="models"), "versions of the value models that credit used",
+        "models", ("models",), _ONCE.format(key="tenant, version", table="models"), "versions of the value models that credit used, and of decision models",
         "SELECT version, kind, trained_on, published FROM models ORDER BY published DESC LIMIT 5",
+    ),
+    View(
+        "decision_effects", ("decision_effects",), _plain("decision_effects"),
+        "what told decisions brought, by kind, role, menu and context ('': all), in each version of the decision models",
+        "SELECT decision_group, option, effect, low, high, naive, status FROM decision_effects WHERE context = ''",
     ),
     View(
         "dead_letters", ("dead_letters",), _plain("dead_letters"), "what was refused, and why",

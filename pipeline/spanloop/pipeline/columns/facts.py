@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from spanloop.pipeline.columns.cells import Columns, Decoded, int64, json_text, plain_text, times, units
+from spanloop.pipeline.decisions.learner import effects_in
+from spanloop.schemas.events import DecisionModelPublished
 
 __all__ = ["dead_letter_columns", "feedback_columns", "model_columns", "policy_columns"]
 
@@ -82,7 +84,7 @@ def feedback_columns(rows: Decoded) -> dict[str, Columns]:
 
 
 def model_columns(rows: Decoded) -> dict[str, Columns]:
-    """Columns of the table ``models``."""
+    """Columns of the tables ``models`` and ``decision_effects``."""
     events = [event for _, event in rows]
     return {
         "models": {
@@ -91,7 +93,34 @@ def model_columns(rows: Decoded) -> dict[str, Columns]:
             "kind": [e.kind for e in events],
             "trained_on": [e.trained_on for e in events],
             "parameters": [json_text(e.parameters) for e in events],
-        }
+        },
+        "decision_effects": _effects(rows),
+    }
+
+
+_EFFECT = ("taken", "value", "value_error", "effect", "error", "low", "high", "naive", "status", "reason")
+
+
+def _effects(rows: Decoded) -> Columns:
+    """One row an option in a context of a version of decision models; what is malformed gives none."""
+    listed = [
+        ((record, event), group, context, effect)
+        for record, event in rows
+        if isinstance(event, DecisionModelPublished)
+        for group, context, effects in effects_in(event.parameters)
+        for effect in effects
+    ]
+    owners = [owner for owner, *_ in listed]
+    found = _records(owners, "published")
+    del found["published"]
+    return {
+        **found,
+        "version": [event.version for _, event in owners],
+        "value_model": [event.value_model for _, event in owners],
+        "decision_group": [group for _, group, _, _ in listed],
+        "context": [context for _, _, context, _ in listed],
+        "option": [effect.option for *_, effect in listed],
+        **{name: [getattr(effect, name) for *_, effect in listed] for name in _EFFECT},
     }
 
 

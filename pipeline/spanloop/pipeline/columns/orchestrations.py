@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from spanloop.pipeline.columns.cells import Columns, Decoded, Owners, count, flat, int64, times
+from spanloop.pipeline.decisions.told import context_of, group_of, has_told, told_of
 from spanloop.pipeline.ports import LogRecord
 from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.events import OrchestrationRevised, decode, encode
@@ -171,6 +172,7 @@ def _events(rows: Decoded) -> Columns:
         "evidence": [e.evidence for e in events],
         "call_id": [e.call_id for e in events],
         **_decided([e.decision for e in events]),
+        **_compared(rows, events),
     }
 
 
@@ -183,6 +185,16 @@ def _decided(told: list[Decision | None]) -> Columns:
         "propensities": [None if d is None or not d.propensities else d.propensities for d in told],
         "by_policy": [None if d is None else d.by_policy for d in told],
     }
+
+
+def _compared(rows: Decoded, events: list[_Event]) -> Columns:
+    """What a told decision can be compared with, in the words of ``decision_effects``."""
+    groups: dict[int, tuple[str, str]] = {}
+    for _, revised in rows:
+        if has_told(revised.content):
+            groups.update({id(t.event): (group_of(t), context_of(t)) for t in told_of(revised.content)})
+    pairs = [groups.get(id(e), (None, None)) for e in events]
+    return {"decision_group": [g for g, _ in pairs], "decision_context": [c for _, c in pairs]}
 
 
 def _edges(rows: Decoded) -> Columns:

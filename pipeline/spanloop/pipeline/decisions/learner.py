@@ -27,6 +27,7 @@ __all__ = [
     "DecisionLearner",
     "DecisionModel",
     "Lesson",
+    "effects_in",
     "grades_of",
     "lesson_of",
     "path_of",
@@ -146,6 +147,17 @@ class DecisionModel(msgspec.Struct, frozen=True):
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, msgspec.ValidationError) as exc:
             raise SchemaError(f"not a decision model: {exc}") from exc
+
+
+def effects_in(parameters: Mapping[str, Any]) -> list[tuple[str, str, tuple[OptionEffect, ...]]]:
+    """(group, context, effects) that a version's parameters tell; none where they are of another kind or malformed."""
+    try:
+        return [
+            (str(group), str(context), msgspec.convert(found, tuple[OptionEffect, ...]))
+            for group, context, found in parameters["effects"]
+        ]
+    except (KeyError, TypeError, ValueError, msgspec.ValidationError):
+        return []
 
 
 class DecisionLearner:
