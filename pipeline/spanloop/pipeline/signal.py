@@ -23,7 +23,8 @@ from spanloop.pipeline.credit.asking import Asking
 from spanloop.pipeline.credit.cast import Cast, cast_of
 from spanloop.pipeline.credit.estimates import estimate
 from spanloop.pipeline.credit.ledger import Ledger, ledger_of
-from spanloop.pipeline.credit.states import RAW
+from spanloop.pipeline.credit.live import LIVE_FROM, LiveLedger
+from spanloop.pipeline.credit.states import RAW, Encoder
 from spanloop.pipeline.credit.value import dead_letter
 from spanloop.pipeline.credit.value_model import ValueModel
 from spanloop.pipeline.held import Held, Store
@@ -67,6 +68,8 @@ _Numbered = TypeVar("_Numbered", RewardsComputed, CreditAssigned)
 NO_MODEL = "none"
 """Version recorded where no value model existed."""
 _FINAL = frozenset({"final", "corrected"})
+LIVE_CALLS_MAX = 60_000
+"""Model calls of the large orchestrations whose ledgers are kept; the longest untouched go first."""
 _ANSWER_AT = frozenset({4, 32, 256})
 """After so many drafts that lack values, these are asked for."""
 _OLD = "old"
@@ -89,6 +92,8 @@ class Draft(msgspec.Struct):
     composite: Composite
     version: str
     choice: Choice = DEFAULT
+    live: LiveLedger | None = None
+    """What is kept of its last revision; only of large ones."""
     cast: Cast | None = None
     estimates: Estimates | None = None
 
@@ -131,11 +136,11 @@ def estimate_drafts(drafts: list[Draft], models: Mapping[str, Asking]) -> None:
     for asking in models.values():
         asking.make_room()
     for draft in credited:
-        draft.cast = cast_of(draft.content)
+        draft.cast = cast_of(draft.content) if draft.live is None else draft.live.cast(draft.content)
         asking = models.get(draft.version)
         before = asking.misses if asking else 0
         encode = asking.encode if asking is not None else RAW
-        draft.estimates = estimate(draft.cast, draft.composite.team or 0, asking, encode, choice=draft.choice)
+        draft.estimates = _estimated(draft, draft.cast, asking, encode)
         if asking is not None and asking.misses > before:
             incomplete.append(draft)
             if len(incomplete) in _ANSWER_AT:
@@ -145,9 +150,14 @@ def estimate_drafts(drafts: list[Draft], models: Mapping[str, Asking]) -> None:
     for draft in incomplete:
         if draft.cast is not None:
             asking = models[draft.version]
-            draft.estimates = estimate(
-                draft.cast, draft.composite.team or 0, asking, asking.encode, choice=draft.choice
-            )
+            draft.estimates = _estimated(draft, draft.cast, asking, asking.encode)
+
+
+def _estimated(draft: Draft, cast: Cast, asking: Asking | None, encode: Encoder) -> Estimates:
+    reward = draft.composite.team or 0
+    if draft.live is not None:
+        return draft.live.estimate(reward, asking, encode, choice=draft.choice)
+    return estimate(cast, reward, asking, encode, choice=draft.choice)
 
 
 def finish_draft(draft: Draft, complete: bool, settings: Pipeline) -> Signal:
@@ -164,7 +174,10 @@ def finish_draft(draft: Draft, complete: bool, settings: Pipeline) -> Signal:
     )
     if draft.cast is None or draft.estimates is None or composite.team is None:
         return Signal(rewards, None, None)
-    ledger = ledger_of(draft.cast, draft.estimates, composite.team)
+    if draft.live is not None:
+        ledger = draft.live.ledger(draft.estimates, composite.team)
+    else:
+        ledger = ledger_of(draft.cast, draft.estimates, composite.team)
     credit = CreditAssigned(
         tenant=content.tenant,
         orchestration_id=content.orchestration_id,
@@ -211,6 +224,7 @@ class SignalStage:
         """Set: what is touched is derived by ``resume``, not yet."""
         self._store = self._fresh_store()
         self._asking: dict[str, Asking] = {}
+        self._live: dict[str, LiveLedger] = {}
         self._contents: dict[str, OrchestrationContent] = {}
         self._written: Written = {}
 
@@ -219,6 +233,7 @@ class SignalStage:
         self._store = self._fresh_store()
         self._store.restore(entries)
         self._asking = {}
+        self._live = {}
         self._written = {}
 
     def _fresh_store(self) -> Store:
@@ -375,7 +390,7 @@ class SignalStage:
             )
             version = held.value_model or NO_MODEL
             choice = choice_of(self._settings, content.orchestration_id)
-            drafts[key] = Draft(content, composite, version, choice)
+            drafts[key] = Draft(content, composite, version, choice, live=self._take_live(key, content))
         versions = {(draft.content.tenant, draft.version) for draft in drafts.values()}
         by_tenant: dict[str, list[Draft]] = {}
         for draft in drafts.values():
@@ -391,7 +406,22 @@ class SignalStage:
             draft = drafts.get(key)
             signal = finish_draft(draft, held.complete, self._settings) if draft else _void(held)
             events += self._emit(held, signal)
+            if draft is not None and draft.live is not None:
+                self._keep_live(key, draft.live)
         return events
+
+    def _take_live(self, key: str, content: OrchestrationContent) -> LiveLedger | None:
+        """What is kept of a large orchestration's ledger; taken out, so that a failure leaves nothing half done. What was opened
+        with a key is not kept."""
+        known = self._live.pop(key, None)
+        if len(content.calls) < LIVE_FROM or any(call.sealed for call in content.calls):
+            return None
+        return known or LiveLedger()
+
+    def _keep_live(self, key: str, live: LiveLedger) -> None:
+        self._live[key] = live
+        while len(self._live) > 1 and sum(item.size for item in self._live.values()) > LIVE_CALLS_MAX:
+            del self._live[next(iter(self._live))]
 
     def _emit(self, held: Held, signal: Signal) -> list[Event]:
         """Outputs whose content changed, under the orchestration's next revision."""

@@ -50,6 +50,10 @@ class Asking:
             return 0
         return known
 
+    def known(self, key: int) -> int | None:
+        """The value of a state told as a chain, if it is known."""
+        return self._steps.get(key)
+
     def members(self, key: int) -> Floats | None:
         """What each member of the ensemble says of a state told as a chain, units, shape (members,); None: not known yet."""
         return self._members.get(key)

@@ -9,13 +9,15 @@ Invariants: pure; sorted by (time, id); every agent, model call and leaf tool ca
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+from typing import cast as typed
 
 import msgspec
 
 from spanloop.schemas.orchestration import Agent, ModelCall, OrchestrationContent, OrchestrationEvent
 
-__all__ = ["Cast", "cast_of", "role_of"]
+__all__ = ["UNATTRIBUTED", "Cast", "cast_of", "renewed", "role_of"]
 
 UNATTRIBUTED = "unattributed"
 
@@ -76,6 +78,105 @@ def cast_of(content: OrchestrationContent) -> Cast:
         line,
         _gaps(content, line, others=others, tools=tools, loose=own_loose),
     )
+
+
+def renewed(cast: Cast, old: OrchestrationContent, new: OrchestrationContent) -> frozenset[str] | None:
+    """Bring the cast of ``old`` up to date with ``new``, in place, where only calls and tools of sub-agents came, went or
+    changed; returns those sub-agents. None: more than that changed, and nothing was done.
+    """
+    calls, events = _moved(old.calls, new.calls), _moved(old.events, new.events)
+    agents = _moved(old.agents, new.agents)
+    if calls is None or events is None or agents is None or any(agents):
+        return None
+    moved = [event for part in events for event in part if event.type in _TELLING]
+    owners = {call.agent_id or UNATTRIBUTED for part in calls for call in part}
+    owners |= {event.agent_id or UNATTRIBUTED for event in moved}
+    subs = {agent.id for agent in cast.others if agent.parent_id}
+    if not owners <= subs or any(event.type in {"spawn", "delegate"} for event in moved):
+        return None
+    turns = {owner: _merged(cast.turns.get(owner, ()), calls, owner) for owner in owners}
+    spans = {span for event in moved if event.type == "tool_result" for span in event.evidence}
+    ids = {call.id for owner in owners for call in (*cast.turns.get(owner, ()), *turns[owner])}
+    own: list[OrchestrationEvent] = []
+    results: list[OrchestrationEvent] = []
+    for event in new.events:
+        if event.type == "tool_call":
+            if (event.agent_id or UNATTRIBUTED) in owners:
+                own.append(event)
+            elif event.call_id in ids or (spans and not spans.isdisjoint(event.evidence)):
+                return None  # work of one that another asked for
+        elif event.type == "tool_result":
+            results.append(event)
+    foreign = {event.call_id for event in (*moved, *own) if event.call_id} - ids
+    if foreign and any(call.id in foreign for call in new.calls):
+        return None
+    _renew(cast, new, turns, own, results)
+    return frozenset(owners)
+
+
+def _merged(
+    before: tuple[ModelCall, ...], moved: tuple[Sequence[ModelCall], Sequence[ModelCall]], owner: str
+) -> list[ModelCall]:
+    """An agent's turns after some went and some came."""
+    gone, come = ([call for call in part if (call.agent_id or UNATTRIBUTED) == owner] for part in moved)
+    left = [call for call in before if call not in gone] if gone else list(before)
+    return sorted((*left, *come), key=lambda c: (c.start_ns, c.id))
+
+
+_TELLING = frozenset({"tool_call", "tool_result", "spawn", "delegate"})
+MOVED_MAX = 256
+"""Calls or events that may have moved; with more a cast is made anew."""
+_Part = TypeVar("_Part", ModelCall, OrchestrationEvent, Agent)
+
+
+def _moved(
+    old: tuple[_Part, ...], new: tuple[_Part, ...]
+) -> tuple[tuple[_Part, ...], tuple[_Part, ...]] | None:
+    """What went and what came, where they have a beginning and an end in common; None: too much of it."""
+    start = _common(old, new)
+    most = min(len(old), len(new)) - start
+    end = _common(old[len(old) - most :][::-1], new[len(new) - most :][::-1]) if most else 0
+    gone, come = old[start : len(old) - end], new[start : len(new) - end]
+    return (gone, come) if len(gone) + len(come) <= MOVED_MAX else None
+
+
+def _common(one: tuple[_Part, ...], other: tuple[_Part, ...]) -> int:
+    """How many the beginnings of two tuples have in common."""
+    low, step = 0, 1024
+    most = min(len(one), len(other))
+    while step:
+        while low + step <= most and one[low : low + step] == other[low : low + step]:
+            low += step
+        step //= 2
+    return low
+
+
+def _renew(
+    cast: Cast,
+    new: OrchestrationContent,
+    turns: Mapping[str, list[ModelCall]],
+    own: list[OrchestrationEvent],
+    results: list[OrchestrationEvent],
+) -> None:
+    """Put the turns of some agents and the tool calls of theirs, ``own``, in the place of those that they had."""
+    of_agent = typed("dict[str, tuple[ModelCall, ...]]", cast.turns)
+    tools, loose = (
+        typed("dict[str, tuple[OrchestrationEvent, ...]]", part) for part in (cast.tools, cast.loose_tools)
+    )
+    status = typed("dict[str, str]", cast.tool_status)
+    for owner, calls in turns.items():
+        gone = [event for call in of_agent.pop(owner, ()) for event in tools.pop(call.id, ())]
+        for event in (*gone, *loose.pop(owner, ())):
+            status.pop(event.id, None)
+        if calls:
+            of_agent[owner] = tuple(calls)
+    spans = {span for event in own for span in event.evidence}
+    told = [event for event in results if not spans.isdisjoint(event.evidence)]
+    part = msgspec.structs.replace(new, events=(*told, *own))
+    placed, unplaced, known = _tools(part, {owner: calls for owner, calls in turns.items() if calls})
+    tools.update(placed)
+    loose.update(unplaced)
+    status.update(known)
 
 
 def _leading(everyone: list[Agent], turns: Mapping[str, list[ModelCall]]) -> set[str]:

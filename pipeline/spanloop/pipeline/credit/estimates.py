@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import pairwise
 
 from spanloop.pipeline.credit.anchors import (
@@ -67,6 +68,7 @@ def estimate(
     *,
     choice: Choice = DEFAULT,
     kept: Kept | None = None,
+    touched: AbstractSet[str] | None = None,
 ) -> Estimates:
     """Estimates for one orchestration.
 
@@ -77,15 +79,15 @@ def estimate(
         encode: How it reads token states.
         choice: Which estimators.
         kept: What was found for its last revision under the same value model; taken and brought up to date.
+        touched: With ``kept``: as in ``estimate_steps``.
     """
     if value is None:
         return Estimates(level="team")
     valued = _valued(cast)
     if valued:
         return _from_tokens(cast, valued, reward, _Reader(value, encode))
-    return estimate_steps(
-        cast, reward, value if isinstance(value, StepValues) else Plain(value), choice, kept
-    )
+    values = value if isinstance(value, StepValues) else Plain(value)
+    return estimate_steps(cast, reward, values, choice, kept=kept, touched=touched)
 
 
 def lessons(cast: Cast, encode: Encoder = RAW) -> list[Lesson]:

@@ -36,7 +36,21 @@ from spanloop.schemas.canonical import digest
 from spanloop.schemas.events import NO_VARIANCE, CreditNode
 from spanloop.schemas.orchestration import Agent, ModelCall, OrchestrationContent, OrchestrationEvent
 
-__all__ = ["Account", "Ledger", "account_of", "build_ledger", "check_ledger", "ledger_of", "settle"]
+__all__ = [
+    "Account",
+    "Ledger",
+    "account_of",
+    "agent_top",
+    "agent_tree",
+    "build_ledger",
+    "check_ledger",
+    "ledger_of",
+    "node_of",
+    "settle",
+    "sum_of",
+    "team_account",
+    "turn_tree",
+]
 
 TEAM = "team"
 TOTAL = "sum/1"
@@ -90,21 +104,29 @@ def settle(accounts: Sequence[Account], total: int) -> tuple[CreditNode, ...]:
             )
             for child, share in zip(below, shares, strict=True):
                 credit[child.id] = share
-        item = account.estimate
-        nodes.append(
-            CreditNode(
-                account.id,
-                account.unit,
-                account.parent,
-                account.label,
-                own,
-                item.raw,
-                item.variance or NO_VARIANCE,
-                item.estimator,
-                account.subject,
-            )
-        )
+        nodes.append(node_of(account, own))
     return tuple(nodes)
+
+
+def node_of(account: Account, credit: int) -> CreditNode:
+    """A settled account."""
+    item = account.estimate
+    return CreditNode(
+        account.id,
+        account.unit,
+        account.parent,
+        account.label,
+        credit,
+        item.raw,
+        item.variance or NO_VARIANCE,
+        item.estimator,
+        account.subject,
+    )
+
+
+def team_account(total: int) -> Account:
+    """The root."""
+    return Account(TEAM, "team", "", "team", Anchored(total, 0.0, None, 0.0, "reward - baseline"))
 
 
 def build_ledger(
@@ -182,7 +204,7 @@ def call_key(call_id: str) -> str:
 # ---------------------------------------------------------------- the tree
 
 
-def _sum(estimates: Iterable[Anchored], fallback: Anchored) -> Anchored:
+def sum_of(estimates: Iterable[Anchored], fallback: Anchored) -> Anchored:
     """The estimate of an account from its children's: unknown as soon as one is."""
     anchor, raw, weight, variance = 0, 0, 0.0, 0.0
     known = False
@@ -199,15 +221,15 @@ def _sum(estimates: Iterable[Anchored], fallback: Anchored) -> Anchored:
 
 def _accounts(cast: Cast, found: Estimates, total: int) -> list[Account]:
     unknown = UNKNOWN if found.level == "team" else NULL
-    accounts = [Account(TEAM, "team", "", "team", Anchored(total, 0.0, None, 0.0, "reward - baseline"))]
+    accounts = [team_account(total)]
     below: list[Account] = []
     parts: list[Anchored] = []
     for agent in cast.orchestrators:
-        tree, whole = _agent_tree(cast, found, agent, "orchestrator", unknown)
+        tree, whole = agent_tree(cast, found, agent, "orchestrator", unknown)
         below += tree
         parts.append(whole)
     if cast.orchestrators:
-        whole = _sum(parts, unknown)
+        whole = sum_of(parts, unknown)
         accounts.append(Account("orchestrator", "orchestrator", TEAM, "orchestrator", whole))
     roles: dict[str, list[Agent]] = {}
     for agent in cast.others:
@@ -215,30 +237,46 @@ def _accounts(cast: Cast, found: Estimates, total: int) -> list[Account]:
     for role in sorted(roles):
         parts = []
         for agent in roles[role]:
-            tree, whole = _agent_tree(cast, found, agent, f"role:{role}", unknown)
+            tree, whole = agent_tree(cast, found, agent, f"role:{role}", unknown)
             below += tree
             parts.append(whole)
-        accounts.append(Account(f"role:{role}", "role", TEAM, role, _sum(parts, unknown)))
+        accounts.append(Account(f"role:{role}", "role", TEAM, role, sum_of(parts, unknown)))
     if found.environment is not None or len(accounts) == 1:
         accounts.append(Account(ENVIRONMENT, "role", TEAM, ENVIRONMENT, found.environment or NULL))
     return accounts + below
 
 
-def _agent_tree(
+def agent_tree(
     cast: Cast, found: Estimates, agent: Agent, parent: str, unknown: Anchored
 ) -> tuple[list[Account], Anchored]:
     """An agent's account and all below it, and the agent's estimate."""
     name = f"agent:{agent.id}"
-    below: list[Account] = []
-    parts: list[Anchored] = []
+    inner = unknown if parent == "orchestrator" or agent.id in found.reports else UNKNOWN
+    trees = [
+        turn_tree(found, call, number, parent=name, tools=cast.tools.get(call.id, ()), unknown=inner)
+        for number, call in enumerate(cast.turns.get(agent.id, ()), start=1)
+    ]
+    top, rest, whole = agent_top(
+        cast, found, agent, parent=parent, unknown=unknown, turns=[of_turn for _, of_turn in trees]
+    )
+    return [top, *(account for tree, _ in trees for account in tree), *rest], whole
+
+
+def agent_top(
+    cast: Cast,
+    found: Estimates,
+    agent: Agent,
+    *,
+    parent: str,
+    unknown: Anchored,
+    turns: Sequence[Anchored],
+) -> tuple[Account, list[Account], Anchored]:
+    """An agent's account, those right below it that are no turns, and its estimate; ``turns`` are its turns' estimates."""
+    name = f"agent:{agent.id}"
     report = found.reports.get(agent.id)
     inner = unknown if parent == "orchestrator" or report is not None else UNKNOWN
-    for number, call in enumerate(cast.turns.get(agent.id, ()), start=1):
-        tree, whole = _turn_tree(
-            found, call, number, parent=name, tools=cast.tools.get(call.id, ()), unknown=inner
-        )
-        below += tree
-        parts.append(whole)
+    below: list[Account] = []
+    parts = list(turns)
     for event in cast.loose_tools.get(agent.id, ()):
         item = found.tools.get(event.id, inner)
         below.append(Account(f"tool:{event.id}", "tool_call", name, event.tool, item, event.id))
@@ -248,11 +286,11 @@ def _agent_tree(
         below.append(Account(f"report:{agent.id}", "message", name, label, report, agent.id))
     whole = found.agents.get(agent.id)
     if whole is None:
-        whole = _sum(parts, unknown)
-    return [Account(name, "agent", parent, agent.name or agent.id, whole, agent.id), *below], whole
+        whole = sum_of(parts, unknown)
+    return Account(name, "agent", parent, agent.name or agent.id, whole, agent.id), below, whole
 
 
-def _turn_tree(
+def turn_tree(
     found: Estimates,
     call: ModelCall,
     number: int,
@@ -261,6 +299,7 @@ def _turn_tree(
     tools: Sequence[OrchestrationEvent],
     unknown: Anchored,
 ) -> tuple[list[Account], Anchored]:
+    """A turn's account and all below it, and its estimate."""
     key = call_key(call.id)
     name, text = f"turn:{key}", f"message:{key}"
     message = found.messages.get(call.id, unknown)
@@ -280,5 +319,5 @@ def _turn_tree(
         item = found.tools.get(event.id, unknown)
         below.append(Account(f"tool:{event.id}", "tool_call", name, event.tool, item, event.id))
         parts.append(item)
-    whole = _sum(parts, unknown)
+    whole = sum_of(parts, unknown)
     return [Account(name, "turn", parent, f"turn {number}", whole, call.id), *below], whole

@@ -71,6 +71,10 @@ class StepValues(Protocol):
         """Micro-units of the state of ``bag`` with the features ``added``; ``key`` is that state's."""
         ...
 
+    def known(self, key: int) -> int | None:
+        """The same of a state that was asked for and answered; None: not yet."""
+        ...
+
     def members(self, key: int) -> Floats | None:
         """What each member of an ensemble says of a state that was asked for, units; None: there is only one voice."""
         ...
@@ -90,6 +94,10 @@ class Plain:
         if known is None:
             known = self._known[key] = self._value(written_out(bag, added))
         return known
+
+    def known(self, key: int) -> int | None:
+        """The value of a state that was asked for."""
+        return self._known.get(key)
 
     def members(self, key: int) -> Floats | None:
         """One voice."""

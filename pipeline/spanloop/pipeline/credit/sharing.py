@@ -80,27 +80,30 @@ class CoalitionValues:
     def __init__(self, values: StepValues, base: Bag, room: Amounts, works: Sequence[Work]) -> None:
         self._values = values
         self._base = base
-        kinds = list(dict.fromkeys(kind for work in works for kind in work.amounts))
-        have = [min(room.get(kind, 0), COUNT_MAX) for kind in kinds]
-        self._steps = [features_of(kind)[n:] for kind, n in zip(kinds, have, strict=True)]
-        self._amounts = [[work.amounts.get(kind, 0) for kind in kinds] for work in works]
-        self._matrix = np.array(self._amounts if len(works) > EXACT_MAX else [], dtype=np.int64)
-        self._found: dict[tuple[int, ...], tuple[int, int]] = {}
-        self.active = [
-            any(amount and len(steps) for amount, steps in zip(row, self._steps, strict=True))
-            for row in self._amounts
+        place: dict[str, int] = {}
+        self._steps: list[tuple[tuple[int, int], ...]] = []
+        """Features that further steps of a kind add; of the kinds that can still add any."""
+        for kind in dict.fromkeys(kind for work in works for kind in work.amounts):
+            have = room.get(kind, 0)
+            if have < COUNT_MAX:
+                place[kind] = len(self._steps)
+                self._steps.append(features_of(kind)[have:])
+        self._amounts = [
+            [(place[kind], n) for kind, n in work.amounts.items() if kind in place] for work in works
         ]
+        self.active = [bool(amounts) for amounts in self._amounts]
+        self._found: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def at(self, chosen: Sequence[int]) -> tuple[int, int]:
         """(V, key) with the work of these workers in it."""
-        if len(chosen) > EXACT_MAX:
-            row = self._matrix[list(chosen)].sum(axis=0).tolist()
-        else:
-            row = [0] * len(self._steps)
-            for i in chosen:
-                for k, amount in enumerate(self._amounts[i]):
-                    row[k] += amount
-        return self._capped(tuple(min(n, len(steps)) for n, steps in zip(row, self._steps, strict=True)))
+        return self._capped(self._row(chosen))
+
+    def _row(self, chosen: Sequence[int]) -> tuple[int, ...]:
+        row = [0] * len(self._steps)
+        for i in chosen:
+            for k, amount in self._amounts[i]:
+                row[k] += amount
+        return tuple([min(n, len(steps)) for n, steps in zip(row, self._steps, strict=True)])
 
     def _capped(self, row: tuple[int, ...]) -> tuple[int, int]:
         known = self._found.get(row)
@@ -113,21 +116,56 @@ class CoalitionValues:
             known = self._found[row] = (self._values.at(self._base, key, added), key)
         return known
 
+    def left_out(self, players: Sequence[int]) -> Callable[[frozenset[int]], int]:
+        """As a game of ``players`` that is asked for nobody, everybody, one alone and all but one; each costs what the one did."""
+        everyone = frozenset(players)
+        whole = [0] * len(self._steps)
+        for i in players:
+            for k, amount in self._amounts[i]:
+                whole[k] += amount
+        full = self._row(players)
+        key_full = self._capped(full)[1]
+
+        def value(chosen: frozenset[int]) -> int:
+            if len(chosen) == 1:
+                (player,) = chosen
+                known = self._values.known(
+                    self._base.key
+                    + sum(n for k, amount in self._amounts[player] for _, n in self._steps[k][:amount])
+                )
+                return known if known is not None else self.at([player])[0]
+            missing = everyone - chosen
+            if len(missing) != 1:
+                return self.at(sorted(chosen))[0]
+            (player,) = missing
+            changed: dict[int, int] = {}
+            key = key_full
+            for k, amount in self._amounts[player]:
+                steps = self._steps[k]
+                left = min(whole[k] - amount, len(steps))
+                if left < full[k]:
+                    changed[k] = left
+                    for _, number in steps[left : full[k]]:
+                        key -= number
+            known = self._values.known(key)
+            if known is not None:
+                return known
+            return self._capped(tuple([changed.get(k, n) for k, n in enumerate(full)]))[0]
+
+        return value
+
     def batch(self, players: Sequence[int]) -> Callable[[Masks], Floats]:
         """As a game of ``players`` (indices of workers), micro-units."""
-        amounts = self._matrix[list(players)]
+        amounts = np.zeros((len(players), len(self._steps)), dtype=np.int64)
+        for row, player in enumerate(players):
+            for k, amount in self._amounts[player]:
+                amounts[row, k] = amount
         caps = np.array([len(steps) for steps in self._steps], dtype=np.int64)
-        telling = np.flatnonzero(caps)
-        amounts, caps = amounts[:, telling], caps[telling]
 
         def game(masks: Masks, /) -> Floats:
             rows = np.minimum(masks.astype(np.int64) @ amounts, caps).astype(np.uint8)
             distinct, place = np.unique(rows, axis=0, return_inverse=True)
-            whole = np.zeros(len(self._steps), dtype=np.int64)
-            found = np.empty(len(distinct))
-            for i, row in enumerate(distinct):
-                whole[telling] = row
-                found[i] = self._capped(tuple(whole.tolist()))[0]
+            found = np.array([self._capped(tuple(row))[0] for row in distinct.tolist()], dtype=np.float64)
             return found[place.reshape(-1)]
 
         return game
@@ -155,7 +193,7 @@ def split(
         or len(playing) > SAMPLED_MAX
         or (len(playing) > EXACT_MAX and budget < COALITIONS_MIN)
     ):
-        return _left_out(game, units, total)
+        return _left_out(game, units, playing, total)
     found = _played(game, works, playing, choice, budget)
     ids = [units[i] for i in playing]
     anchors = reconcile(total, [s.raw for s in found], [s.variance for s in found], ids) if playing else []
@@ -169,16 +207,23 @@ def split(
 IDLE = Anchored(0, 0.0, 0, 0.0, VALUE_DIFFERENCE)
 
 
-def _left_out(game: CoalitionValues, units: Sequence[str], total: int) -> dict[str, Anchored]:
-    place = {unit: i for i, unit in enumerate(units)}
-    estimates = leave_one_out(units, lambda chosen: game.at(sorted(place[unit] for unit in chosen))[0])
-    anchors = reconcile(
-        total, [estimates[u].raw for u in units], [estimates[u].variance for u in units], units
+def _left_out(
+    game: CoalitionValues, units: Sequence[str], playing: Sequence[int], total: int
+) -> dict[str, Anchored]:
+    value = game.left_out(playing)
+    place = {units[i]: i for i in playing}
+    ids = list(place)
+    estimates = leave_one_out(ids, lambda chosen: value(frozenset(map(place.__getitem__, chosen))))
+    anchors = (
+        reconcile(total, [estimates[u].raw for u in ids], [estimates[u].variance for u in ids], ids)
+        if ids
+        else []
     )
-    return {
+    shares = {
         unit: Anchored(anchor, 0.0, estimates[unit].raw, estimates[unit].variance, estimates[unit].estimator)
-        for unit, anchor in zip(units, anchors, strict=True)
+        for unit, anchor in zip(ids, anchors, strict=True)
     }
+    return {unit: shares.get(unit, IDLE) for unit in units}
 
 
 def _played(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 import msgspec
 import numpy as np
@@ -24,7 +25,7 @@ from spanloop.pipeline.credit.anchors import (
     exact,
     settle_environment,
 )
-from spanloop.pipeline.credit.cast import Cast, role_of
+from spanloop.pipeline.credit.cast import UNATTRIBUTED, Cast, role_of
 from spanloop.pipeline.credit.estimators.gae import gae
 from spanloop.pipeline.credit.progress import Bag, Plain, StepValues, features_of, written_out
 from spanloop.pipeline.credit.sharing import (
@@ -46,6 +47,8 @@ __all__ = ["Kept", "estimate_steps", "states_of", "workers_of"]
 
 Floats = NDArray[np.float64]
 
+MARKS = 32
+"""Rows from one mark to the next."""
 LINK = 32
 """Features after which a chain gets a new link."""
 
@@ -58,6 +61,8 @@ class Gap(msgspec.Struct, frozen=True, eq=False):
     works: tuple[Work, ...]
     budget: int
     """Coalitions that it might have valued."""
+    sure: bool
+    """No value was missing when it was found."""
     spent: int
     """What its units got."""
     added: tuple[int, ...]
@@ -67,14 +72,63 @@ class Gap(msgspec.Struct, frozen=True, eq=False):
     messages: dict[str, Anchored]
     reports: dict[str, Anchored]
     tools: dict[str, Anchored]
+    inside: dict[str, dict[str, Anchored]]
+    """What each step of an agent added, by agent."""
+
+
+class _Row:
+    """A turn of the line and the gap after it."""
+
+    __slots__ = ("gap", "key", "start", "sure", "turn", "works")
+
+    def __init__(self, works: tuple[Work, ...]) -> None:
+        self.works = works
+        self.key = -1
+        """Of the state before the turn."""
+        self.start = 0
+        """V before it."""
+        self.turn: Anchored | None = None
+        self.gap: Gap | None = None
+        self.sure = False
+        """No value was missing when it was found."""
+
+    def sure_of(self, key: int, budget: int) -> bool:
+        """Whether its gap is what it would be found to be again."""
+        gap = self.gap
+        return (
+            gap is not None
+            and gap.sure
+            and gap.key == key
+            and gap.works == self.works
+            and gap.budget == budget
+        )
 
 
 class Kept:
-    """What was found for the last revision of an orchestration, to be used again where the inputs are the same objects."""
+    """What was found for the last revision of an orchestration under one value model and choice, to be used again.
+
+    Its ``found`` is brought up to date in place.
+    """
 
     def __init__(self) -> None:
         self.works: dict[str, tuple[object, Work]] = {}
-        self.gaps: dict[str, Gap] = {}
+        self.rows: list[_Row] = []
+        self.line: tuple[ModelCall, ...] = ()
+        self.budget = 0
+        self.marks: dict[int, _Mark] = {}
+        self.found = Estimates(level="message")
+        self.spent = 0
+        self.renewed: list[Gap] | None = None
+        """Gaps that the last estimate found anew; None: any may be new."""
+
+
+class _Mark(msgspec.Struct, frozen=True, eq=False):
+    """The room before a row."""
+
+    counts: Amounts
+    bag: Bag
+    loose: Sequence[int]
+    key: int
 
 
 def workers_of(cast: Cast, line: Sequence[ModelCall]) -> list[list[str]]:
@@ -94,20 +148,23 @@ def workers_of(cast: Cast, line: Sequence[ModelCall]) -> list[list[str]]:
 class Steps:
     """Kinds of finished steps: of the orchestrator's turns and of all that others did."""
 
-    def __init__(self, cast: Cast, kept: Kept | None = None) -> None:
+    def __init__(self, cast: Cast, kept: Kept | None = None, *, all_turns: bool = True) -> None:
         self.cast = cast
         self._kept = kept.works if kept is not None else None
         self._agents = {agent.id: agent for agent in cast.others}
         self._tools: dict[str, Work] = {}
-        self.turn_kinds: dict[str, str] = {}
-        for agent in cast.orchestrators:
+        self._roles = {agent.id: role_of(agent) for agent in cast.orchestrators}
+        for agent in cast.orchestrators if all_turns else ():
             role = role_of(agent)
             for call in cast.turns.get(agent.id, ()):
-                self.turn_kinds[call.id] = _turn_kind(role, call)
                 for event in cast.tools.get(call.id, ()):
                     self._add_tool(event.id, role, event.tool)
             for event in cast.loose_tools.get(agent.id, ()):
                 self._add_tool(event.id, role, event.tool)
+
+    def turn_kind(self, call: ModelCall) -> str:
+        """Kind of a turn of the orchestrator's."""
+        return _turn_kind(self._roles.get(call.agent_id or UNATTRIBUTED, UNATTRIBUTED), call)
 
     def _add_tool(self, event_id: str, role: str, tool: str) -> None:
         status = self.cast.tool_status.get(event_id, "")
@@ -191,6 +248,14 @@ class _Room:
         self.loose: list[int] = []
         self.key = 0
         self.add({"start": 1})
+
+    def mark(self) -> _Mark:
+        """The state, to go back to."""
+        return _Mark(dict(self.counts), self.bag, tuple(self.loose), self.key)
+
+    def back(self, mark: _Mark) -> None:
+        """Be as at ``mark``."""
+        self.counts, self.bag, self.loose, self.key = dict(mark.counts), mark.bag, list(mark.loose), mark.key
 
     def value(self) -> int:
         """V of the state as it is."""
@@ -292,59 +357,160 @@ def _inside(values: StepValues, base: Bag, room: Amounts, work: Work, *, active:
 
 
 def estimate_steps(
-    cast: Cast, reward: int, values: StepValues, choice: Choice, kept: Kept | None = None
+    cast: Cast,
+    reward: int,
+    values: StepValues,
+    choice: Choice,
+    *,
+    kept: Kept | None = None,
+    touched: AbstractSet[str] | None = None,
 ) -> Estimates:
-    """Estimates of an orchestration without token ids."""
-    found = Estimates(level="message")
-    steps = Steps(cast, kept)
-    room = _Room(values)
-    found.baseline = room.value()
-    line = cast.line
-    gaps = [tuple(map(steps.work, units)) for units in workers_of(cast, line)]
-    sampled = sum(len(works) > EXACT_MAX for works in gaps)
-    budget = min(COALITIONS_MAX, COALITIONS_ALL // max(1, sampled))
-    starts: list[int] = []
-    turns: list[Anchored] = []
-    known = kept.gaps if kept is not None else {}
-    fresh: dict[str, Gap] = {}
-    spent = 0
-    for k, works in enumerate(gaps):
-        name = line[k].id if line else ""
-        if line:
-            before = room.value()
-            starts.append(before)
-            room.add({steps.turn_kinds[name]: 1})
-            turns.append(exact(room.value() - before))
-        if not works:
-            continue
-        gap = known.get(name)
-        if gap is None or gap.key != room.key or gap.works != works or gap.budget != budget:
-            misses = values.misses
-            gap = _gap(values, room, works, choice, budget)
-            if values.misses == misses:
-                fresh[name] = gap
-        else:
-            room.skip(gap)
-            fresh[name] = gap
-        found.agents.update(gap.units)
-        found.tools.update(gap.tools)
-        found.messages.update(gap.messages)
-        found.reports.update(gap.reports)
-        spent += gap.spent
-    room.value()
-    if choice.turns == "gae" and starts:
-        turns = _smoothed(starts, reward, choice.smoothing)
-    for call, item in zip(line, turns, strict=False):
-        found.messages[call.id] = item
-        spent += item.anchor or 0
-    settle_environment(found, reward - found.baseline - spent)
-    if kept is not None:
-        kept.gaps = fresh
+    """Estimates of an orchestration without token ids.
+
+    Args:
+        cast: Who took part.
+        reward: The team's reward, micro-units.
+        values: The value model.
+        choice: Which estimators.
+        kept: What was found for its last revision with the same ``values`` and ``choice``; its estimates are brought up to date
+            and returned.
+        touched: The sub-agents whose work may have changed since, where nothing else has; None: anything may have.
+    """
+    kept = kept if kept is not None else Kept()
+    if not kept.rows:
+        touched = None
+    steps = Steps(cast, kept, all_turns=touched is None)
+    kept.renewed = None
+    if touched is None:
+        first, last = 0, _renew_rows(cast, steps, kept)
+    else:
+        first, last = _renew_works(cast, steps, kept, touched)
+        kept.renewed = []
+    found, room = kept.found, _Room(values)
+    if not first:
+        found.baseline = room.value()
+    at = first // MARKS * MARKS
+    if at in kept.marks:
+        room.back(kept.marks[at])
+    else:
+        at = 0
+    for k in range(at, len(kept.rows)):
+        row = kept.rows[k]
+        if k > last and row.sure and row.key == room.key:
+            break  # from here on everything is as it was
+        if k % MARKS == 0:
+            kept.marks[k] = room.mark()
+        misses = values.misses
+        turn = (cast.line[k], steps) if cast.line else None
+        _estimate_row(values, room, row, kept, choice, turn=turn)
+        row.sure = values.misses == misses
+    turns = [row.turn for row in kept.rows if row.turn is not None]
+    amount = reward - found.baseline - kept.spent
+    if choice.turns == "gae" and turns:
+        smooth = _smoothed([row.start for row in kept.rows], reward, choice.smoothing)
+        for call, turn, item in zip(cast.line, turns, smooth, strict=True):
+            found.messages[call.id] = item
+            amount += (turn.anchor or 0) - (item.anchor or 0)
+    settle_environment(found, amount)
     return found
 
 
-def _gap(values: StepValues, room: _Room, works: tuple[Work, ...], choice: Choice, budget: int) -> Gap:
-    """What was done between two turns; ``room`` then is the state after it."""
+def _renew_rows(cast: Cast, steps: Steps, kept: Kept) -> int:
+    """Rows of an orchestration of which anything may have changed; gaps that are as they were keep what was found."""
+    old = {call.id: row for call, row in zip(kept.line, kept.rows, strict=False)} if kept.line else {}
+    gaps = [tuple(map(steps.work, units)) for units in workers_of(cast, cast.line)]
+    sampled = sum(len(works) > EXACT_MAX for works in gaps)
+    kept.budget = min(COALITIONS_MAX, COALITIONS_ALL // max(1, sampled))
+    kept.rows = [_Row(works) for works in gaps]
+    for call, row in zip(cast.line, kept.rows, strict=False):
+        before = old.get(call.id)
+        if before is not None and before.sure:
+            row.gap = before.gap
+    kept.line, kept.spent, kept.marks = cast.line, 0, {}
+    kept.found = Estimates(level="message")
+    return len(kept.rows)
+
+
+def _renew_works(cast: Cast, steps: Steps, kept: Kept, touched: AbstractSet[str]) -> tuple[int, int]:
+    """New work of some sub-agents; returns the first row that has to be looked at, and the last that must be."""
+    rows = [k for k, row in enumerate(kept.rows) if not row.sure]
+    for unit in touched:
+        k = cast.gap_of[unit]
+        row = kept.rows[k]
+        work = steps.work(unit)
+        row.works = tuple(work if before.unit == unit else before for before in row.works)
+        rows.append(k)
+    return (min(rows), max(rows)) if rows else (len(kept.rows), -1)
+
+
+def _estimate_row(
+    values: StepValues,
+    room: _Room,
+    row: _Row,
+    kept: Kept,
+    choice: Choice,
+    *,
+    turn: tuple[ModelCall, Steps] | None,
+) -> None:
+    """What a turn and the gap after it gave; ``room`` then is the state after both."""
+    row.key = room.key
+    if turn is not None:
+        call, steps = turn
+        if row.turn is not None and kept.renewed is not None:
+            kept.spent -= row.turn.anchor or 0
+        row.start = room.value()
+        room.add({steps.turn_kind(call): 1})
+        row.turn = kept.found.messages[call.id] = exact(room.value() - row.start)
+        kept.spent += row.turn.anchor or 0
+    gap = row.gap
+    if gap is not None and row.sure_of(room.key, kept.budget):
+        room.skip(gap)
+        if kept.renewed is None:
+            _enter(kept, gap)
+        return
+    if gap is not None and kept.renewed is not None:
+        _leave(kept, gap)
+    row.gap = None
+    if row.works:
+        row.gap = gap = _gap(values, room, row.works, choice, kept.budget, before=gap)
+        _enter(kept, gap)
+        if kept.renewed is not None:
+            kept.renewed.append(gap)
+
+
+def _enter(kept: Kept, gap: Gap) -> None:
+    found = kept.found
+    found.agents.update(gap.units)
+    found.tools.update(gap.tools)
+    found.messages.update(gap.messages)
+    found.reports.update(gap.reports)
+    kept.spent += gap.spent
+
+
+def _leave(kept: Kept, gap: Gap) -> None:
+    found = kept.found
+    for of_all, own in (
+        (found.agents, gap.units),
+        (found.tools, gap.tools),
+        (found.messages, gap.messages),
+        (found.reports, gap.reports),
+    ):
+        for key in own:
+            of_all.pop(key, None)
+    kept.spent -= gap.spent
+
+
+def _gap(
+    values: StepValues,
+    room: _Room,
+    works: tuple[Work, ...],
+    choice: Choice,
+    budget: int,
+    *,
+    before: Gap | None,
+) -> Gap:
+    """What was done between two turns; ``room`` then is the state after it. ``before`` is what was found for its last revision."""
+    misses = values.misses
     base, key, start = room.link(), room.key, room.value()
     counts = {kind: room.counts.get(kind, 0) for work in works for kind in work.amounts}
     game = CoalitionValues(values, base, counts, works)
@@ -352,21 +518,40 @@ def _gap(values: StepValues, room: _Room, works: tuple[Work, ...], choice: Choic
     for work in works:
         added += room.add(work.amounts)
     units = split(game, works, room.value() - start, choice, budget)
+    usable = before is not None and before.sure and before.key == key
+    known = {work: before.inside.get(work.unit) for work in before.works} if before and usable else {}
     messages: dict[str, Anchored] = {}
     reports: dict[str, Anchored] = {}
     tools = {work.unit: units[work.unit] for work in works if work.role.startswith("tool/")}
+    inside: dict[str, dict[str, Anchored]] = {}
     for work, active in zip(works, game.active, strict=True):
         if sum(map(len, work.levels)) < 2:
             continue
-        for step, item in _inside(values, base, counts, work, active=active).items():
+        found = known.get(work)
+        if found is None:
+            found = _inside(values, base, counts, work, active=active)
+        inside[work.unit] = found
+        for step, item in found.items():
             if step in work.calls:
                 messages[step] = item
             elif step.startswith("return:"):
                 reports[work.unit] = item
             else:
                 tools[step] = item
-    spent = sum(item.anchor or 0 for item in units.values())
-    return Gap(key, works, budget, spent, tuple(added), room.key, units, messages, reports, tools)
+    return Gap(
+        key=key,
+        works=works,
+        budget=budget,
+        sure=values.misses == misses,
+        spent=sum(item.anchor or 0 for item in units.values()),
+        added=tuple(added),
+        key_after=room.key,
+        units=units,
+        messages=messages,
+        reports=reports,
+        tools=tools,
+        inside=inside,
+    )
 
 
 def _smoothed(starts: Sequence[int], reward: int, smoothing: float) -> list[Anchored]:
@@ -383,7 +568,7 @@ def states_of(cast: Cast) -> list[State]:
     seen = [written_out(room.bag, room.loose)]
     for k, units in enumerate(workers_of(cast, cast.line)):
         if cast.line:
-            room.add({steps.turn_kinds[cast.line[k].id]: 1})
+            room.add({steps.turn_kind(cast.line[k]): 1})
             seen.append(written_out(room.link(), ()))
         if units:
             for unit in units:
