@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 from made_spans import agent, hex32, span
@@ -11,7 +12,17 @@ from spanloop.pipeline.assembly.clocks import within
 from spanloop.pipeline.assembly.join import Joiner, TraceBuffer
 from spanloop.pipeline.assembly.tree import Tree
 from spanloop.pipeline.dialects import encode_operation, operation_of
-from spanloop.pipeline.dialects.fields import answered_calls, first_user_hash, fresh_answers, heard
+from spanloop.pipeline.dialects.fields import (
+    answer_hash,
+    answered_calls,
+    asked_calls,
+    first_user_hash,
+    fresh_answers,
+    heard,
+    messages,
+    says_error,
+)
+from spanloop.pipeline.dialects.histories import _said, answer_in, heard_in, task_in
 from spanloop.pipeline.dialects.operation import Operation
 
 KEY = ("t", "task")
@@ -107,20 +118,110 @@ VALUES = [
 ]
 
 
-def part(rng: random.Random) -> object:
-    keys = ("role", "type", "content", "id", "tool_call_id")
+def part(rng: random.Random, more: tuple[str, ...] = ()) -> object:
+    keys = ("role", "type", "content", "id", "tool_call_id", *more)
     made = {key: rng.choice(VALUES) for key in keys if rng.random() < 0.6}
     return made if rng.random() < 0.9 else rng.choice(VALUES)
+
+
+def conversation(rng: random.Random, keys: tuple[str, ...] = ()) -> object:
+    made: list[object] = []
+    for _ in range(rng.randrange(6)):
+        message = part(rng, keys)
+        if isinstance(message, dict) and rng.random() < 0.6:
+            message = {**message, "parts": [part(rng, keys) for _ in range(rng.randrange(4))]}
+        made.append(message)
+    return made if rng.random() < 0.9 else made[:1] and made[0]
 
 
 def test_an_input_read_once_tells_what_three_readings_do():
     for seed in range(3000):
         rng = random.Random(seed)
-        messages: list[object] = []
-        for _ in range(rng.randrange(6)):
-            message = part(rng)
-            if isinstance(message, dict) and rng.random() < 0.6:
-                message["parts"] = [part(rng) for _ in range(rng.randrange(4))]
-            messages.append(message)
-        given = messages if rng.random() < 0.9 else messages[:1] and messages[0]
+        given = conversation(rng)
         assert heard(given) == (answered_calls(given), fresh_answers(given), first_user_hash(given))
+
+
+def usual(rng: random.Random, role: str) -> dict[str, object]:
+    """A message as most write them."""
+    kind = rng.choice(["text", "tool_call", "tool_call_response", "function_call", "other"])
+    made: dict[str, object] = {
+        "type": kind,
+        "id": rng.choice(["c1", "c2", "", None]),
+        "result": [1.5, {"a": None}],
+    }
+    if rng.random() < 0.5:
+        made |= {"content": rng.choice(["hello", " ", {"$hmac": "h"}]), "name": rng.choice(["look", None])}
+    if rng.random() < 0.2:
+        made["tool_call_id"] = rng.choice(["c3", None])
+    return {"role": role, "parts": [made]} if rng.random() < 0.7 else {"role": role, **made}
+
+
+def test_what_is_skipped_in_a_text_changes_nothing():
+    shortcuts = 0
+    for seed in range(4000):
+        rng = random.Random(seed)
+        given = conversation(rng, ("name", "tool_calls"))
+        if seed % 2:
+            roles = ["user", "assistant", "tool", "model"]
+            given = [usual(rng, rng.choice(roles)) for _ in range(rng.randrange(6))]
+        text = json.dumps(given)
+        read, readable = messages(text)
+        assert heard_in(text) == (heard(read), readable)
+        assert task_in(text) == first_user_hash(read)
+        answer, ok = answer_in(text)
+        assert (answer.asked, answer.text_hash, ok) == (asked_calls(read), answer_hash(read), readable)
+        assert answer.is_empty == (not read)
+        assert heard_in(given) == (heard(messages(given)[0]), messages(given)[1])
+        shortcuts += _said(text) is not None
+    assert shortcuts > 1000, "the short way was hardly taken"
+
+
+def test_texts_that_are_no_messages_are_read_as_before():
+    for text in (
+        "",
+        "[",
+        "[1",
+        "{}",
+        "[]",
+        "[{}]",
+        "null",
+        "x",
+        '[{"role":1}]',
+        '[{"parts":{}}]',
+        '{"$redacted":3}',
+        None,
+        7,
+    ):
+        read, readable = messages(text)
+        assert heard_in(text) == (heard(read), readable), text
+        assert answer_in(text)[1] == readable
+        assert task_in(text) == first_user_hash(read)
+
+
+def failed_by_whole(text: str) -> bool:
+    """``says_error`` of what the text decodes to."""
+    return says_error(messages(text)[0])
+
+
+def test_a_result_that_says_error_in_a_text_does_so_as_an_object():
+    values = [
+        True,
+        False,
+        None,
+        "error",
+        "Failed",
+        "ok",
+        1,
+        {"isError": True},
+        {"result": {"isError": True}},
+        [1],
+    ]
+    for seed in range(2000):
+        rng = random.Random(seed)
+        made = {
+            key: rng.choice(values)
+            for key in ("isError", "is_error", "status", "result", "x")
+            if rng.random() < 0.4
+        }
+        for value in (made, {"result": made}, [made]):
+            assert says_error(json.dumps(value)) == failed_by_whole(json.dumps(value)), value

@@ -52,8 +52,7 @@ def mark_engines(tree: Tree) -> None:
 def _nearest(tree: Tree) -> list[tuple[int, bool]]:
     """For each operation (nearest agent run above or -1, whether no tool call lies between)."""
     ops, parent = tree.ops, tree.parent
-    nobody = (-1, True)
-    found = [nobody] * len(ops)
+    found: list[tuple[int, bool]] = [(-1, True)] * len(ops)
     for i in tree.preorder:
         outer = parent[i]
         if outer < 0:

@@ -82,7 +82,10 @@ class TraceBuffer:
         if old == encoded:
             return False
         if old is None:
-            self._take(operation, encoded)
+            self.spans[span_id] = encoded
+            self.fresh.append(encoded)
+            self._count(operation)
+            self.missing.discard(span_id)
             return True
         before = decode_operation(old)
         wins = (operation.end_ns, encoded) > (before.end_ns, old)
@@ -110,12 +113,6 @@ class TraceBuffer:
             *self.spans.values(),
             *(v for span_id in sorted(self.losers) for v in sorted(self.losers[span_id])),
         ]
-
-    def _take(self, operation: Operation, encoded: bytes) -> None:
-        self.spans[operation.span_id] = encoded
-        self.fresh.append(encoded)
-        self._count(operation)
-        self.missing.discard(operation.span_id)
 
     def _count(self, operation: Operation) -> None:
         if operation.parent_id:
@@ -210,13 +207,15 @@ def team_keys(operation: Operation) -> list[str]:
 def evidence_of(operation: Operation) -> Iterator[tuple[str, Seen]]:
     """The pieces of evidence that an operation is one end of, by their key within the tenant."""
     call = operation.call
-    if call is not None and call.response_id:
-        side = 0 if call.gateway is not None else 1
-        yield f"r/{call.response_id}", Seen(operation.trace_id, None, side)
     if call is not None:
-        for key, bare, end in text_ends(operation):
-            yield key, Seen(operation.trace_id, bare, end)
-    if operation.run is not None:
+        if call.response_id:
+            side = 0 if call.gateway is not None else 1
+            yield f"r/{call.response_id}", Seen(operation.trace_id, None, side)
+        if call.gateway is not None or not call.response_id:
+            for key, bare, end in text_ends(operation):
+                yield key, Seen(operation.trace_id, bare, end)
+    run = operation.run
+    if run is not None and (run.pending or run.resumed):
         for key, end in pause_ends(operation):
             yield key, Seen(operation.trace_id, None, end)
     if operation.message is not None and not operation.links:
@@ -226,26 +225,31 @@ def evidence_of(operation: Operation) -> Iterator[tuple[str, Seen]]:
         if operation.tool is not None:
             for text in operation.tool.argument_hashes:
                 yield f"t/{operation.conversation}/{text}", Seen(operation.trace_id, operation, 0)
-        elif operation.run is not None and operation.run.task_hash and not operation.parent_id:
-            key = f"t/{operation.conversation}/{operation.run.task_hash}"
+        elif run is not None and run.task_hash and not operation.parent_id:
+            key = f"t/{operation.conversation}/{run.task_hash}"
             yield key, Seen(operation.trace_id, operation, 1)
 
 
 def match(known: list[Seen], new: Seen) -> tuple[list[str], bool]:
     """Traces that ``new`` joins to its own by one piece of evidence, and whether it was added to ``known``."""
-    others = []
-    for seen in known:
-        if seen.trace_id == new.trace_id or (seen.side == new.side and new.side != ANY):
-            continue
-        tool, run = (seen, new) if seen.side == 0 else (new, seen)
-        if tool.operation is None or run.operation is None or lost_in(tool.operation, run.operation):
-            others.append(seen.trace_id)
-    if new.side == ANY:
+    side, trace_id = new.side, new.trace_id
+    others = [
+        seen.trace_id
+        for seen in known
+        if (seen.side != side or side == ANY) and seen.trace_id != trace_id and _meet(seen, new)
+    ]
+    if side == ANY:
         del others[1:]  # those known are one already
     if len(known) < _MAX_EVIDENCE and new not in known:
         known.append(new)
         return others, True
     return others, False
+
+
+def _meet(one: Seen, two: Seen) -> bool:
+    """Whether two ends fit in time, where that matters."""
+    tool, run = (one, two) if one.side == 0 else (two, one)
+    return tool.operation is None or run.operation is None or lost_in(tool.operation, run.operation)
 
 
 class Joiner:
@@ -312,10 +316,18 @@ class Joiner:
 
     def _joined_with(self, tenant: str, operation: Operation, buffer: TraceBuffer) -> set[str]:
         """Trace ids that ``operation`` joins to its own."""
-        others = {trace_id for trace_id, _ in operation.links if trace_id != operation.trace_id}
+        others: set[str] = set()
+        if operation.links:
+            others.update(trace_id for trace_id, _ in operation.links if trace_id != operation.trace_id)
+        evidence = self._evidence
         for key, seen in evidence_of(operation):
             key = f"{tenant}/{key}"  # noqa: PLW2901
-            found, added = match(self._evidence.setdefault(key, []), seen)
+            known = evidence.get(key)
+            if known is None:
+                evidence[key] = [seen]
+                buffer.keys.append(key)
+                continue
+            found, added = match(known, seen)
             others.update(found)
             if added:
                 buffer.keys.append(key)

@@ -229,15 +229,16 @@ class AssemblyStage:
     ) -> None:
         if self.refuse_late(event.tenant, event.trace_id, len(event.spans), raw, output):
             return
+        tenant, source, add = event.tenant, event.source, self.joiner.add
         for span in event.spans:
             try:
-                operation = operation_of(span, event.source)
+                operation = operation_of(span, source)
                 encoded = encode_operation(operation)
             except Exception as exc:
-                output.events.append(refused_span(event.tenant, span, exc))
+                output.events.append(refused_span(tenant, span, exc))
                 continue
-            if self.joiner.add(event.tenant, operation, encoded) is not None:
-                touched[(event.tenant, operation.trace_id)] = None
+            if add(tenant, operation, encoded) is not None:
+                touched[(tenant, operation.trace_id)] = None
 
     # ------------------------------------------------------------ components that move
 

@@ -79,9 +79,11 @@ TRUSTED_SOURCES = frozenset({"gateway", "import"})
 """Sources whose gateway spans and event logs are believed. An agent that sends spans under the gateway's name over OTLP
 is read as plain GenAI: it cannot claim which policy version answered, or with which tokens."""
 
-_FILLERS: dict[str, tuple[Dialect, ...]] = {
-    dialect.NAME: tuple(d for d in DIALECTS if d.NAME in getattr(dialect, "ALSO", ())) for dialect in DIALECTS
-}
+_READERS = tuple(
+    (d.matches, d.read, tuple((o.matches, o.read) for o in DIALECTS if o.NAME in getattr(d, "ALSO", ())))
+    for d in DIALECTS
+)
+"""Of each dialect how it recognises and reads a span, and the same of those that fill its gaps."""
 
 
 def operation_of(span: Span, source: str = "otlp") -> Operation:
@@ -93,11 +95,11 @@ def operation_of(span: Span, source: str = "otlp") -> Operation:
     if span.kind == LOG:
         known = next((dialect for dialect in LOG_DIALECTS if dialect.matches(span)), None)
         return known.read(span) if known else Operation(**base_fields(span), kind="note", event="other")
-    for dialect in DIALECTS:
-        if dialect.matches(span):
-            operation = dialect.read(span)
-            for other in _FILLERS[dialect.NAME]:
-                if other.matches(span):
-                    operation = filled(operation, other.read(span))
+    for matches, read, fillers in _READERS:
+        if matches(span):
+            operation = read(span)
+            for fills, read_gaps in fillers:
+                if fills(span):
+                    operation = filled(operation, read_gaps(span))
             return operation
     return unknown.read(span)

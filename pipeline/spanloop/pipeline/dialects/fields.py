@@ -16,6 +16,7 @@ from spanloop.schemas.canonical import digest
 from spanloop.schemas.spans import Span
 
 __all__ = [
+    "CALL_PARTS",
     "RESULT_PARTS",
     "Heard",
     "answer_hash",
@@ -37,7 +38,8 @@ __all__ = [
 ]
 
 _decode = msgspec.json.Decoder().decode
-_CALL_PARTS = frozenset({"tool_call", "tool-call", "function_call"})
+CALL_PARTS = frozenset({"tool_call", "tool-call", "function_call"})
+"""Kinds of the parts of an answer that ask for a tool call."""
 RESULT_PARTS = frozenset({"tool_call_response", "tool-return", "tool_result"})
 """Kinds of the parts of a message that are the results of tool calls."""
 _ARGUMENT_TEXTS = 16
@@ -148,7 +150,7 @@ def asked_calls(conversation: Any) -> tuple[Asked, ...]:
     """Tool calls that the messages of a model's answer ask for, in order."""
     found = []
     for _, part in _parts(conversation):
-        if text(part.get("type")) in _CALL_PARTS:
+        if text(part.get("type")) in CALL_PARTS:
             found.append(
                 Asked(text(part.get("id")) or text(part.get("tool_call_id")), text(part.get("name")))
             )

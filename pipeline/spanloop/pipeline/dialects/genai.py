@@ -14,10 +14,9 @@ from typing import Any
 import msgspec
 
 from spanloop.pipeline.dialects.fields import (
-    answer_hash,
     argument_hashes,
-    asked_calls,
     base_fields,
+    calls_hash,
     first,
     integer,
     messages,
@@ -26,7 +25,7 @@ from spanloop.pipeline.dialects.fields import (
     text_at,
     texts,
 )
-from spanloop.pipeline.dialects.histories import heard_in, task_in
+from spanloop.pipeline.dialects.histories import answer_in, heard_in, task_in
 from spanloop.pipeline.dialects.operation import (
     AgentFacts,
     Asked,
@@ -185,22 +184,29 @@ def usage(attributes: dict[str, Any], *prefixes: str) -> tuple[int | None, int |
     for prefix in prefixes:
         names_in, names_out = _usage_names(prefix)
         if tokens_in is None:
-            tokens_in = integer(first(attributes, *names_in))
+            tokens_in = _count(attributes, *names_in)
         if tokens_out is None:
-            tokens_out = integer(first(attributes, *names_out))
+            tokens_out = _count(attributes, *names_out)
         if tokens_in is not None and tokens_out is not None:
             break
     return (None, None) if not tokens_in and not tokens_out else (tokens_in, tokens_out)
 
 
+def _count(attributes: dict[str, Any], name: str, old_name: str) -> int | None:
+    value = attributes.get(name)
+    if value is None:
+        value = attributes.get(old_name)
+    return value if value is None or (type(value) is int and value >= 0) else integer(value)
+
+
 def call_facts(attributes: dict[str, Any]) -> tuple[CallFacts, bool]:
     """A model call's facts, and whether some message could not be read."""
     said = attributes.get("gen_ai.output.messages")
-    output, output_ok = messages(said)
-    asked = asked_calls(output) if output else ()
+    answer, output_ok = answer_in(said)
+    asked = answer.asked
     if not output_ok and isinstance(said, str):
         asked = tuple(Asked(i, n) for i, n in _CUT_CALL.findall(said))
-    elif not output:
+    elif answer.is_empty:
         asked = _old_calls(attributes)
     told, history_ok = heard_in(attributes.get("gen_ai.input.messages"))
     tokens_in, tokens_out = usage(attributes, "gen_ai.usage", "llm.usage")
@@ -214,7 +220,9 @@ def call_facts(attributes: dict[str, Any]) -> tuple[CallFacts, bool]:
         answered=told.answered,
         task_hash=told.task_hash,
         fresh=told.fresh,
-        answer_hash=answer_hash(output, asked) or text_hash(attributes.get("gen_ai.completion.0.content")),
+        answer_hash=answer.text_hash
+        or calls_hash(asked)
+        or text_hash(attributes.get("gen_ai.completion.0.content")),
     )
     return facts, not (output_ok and history_ok)
 
