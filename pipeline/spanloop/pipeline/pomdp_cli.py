@@ -15,7 +15,7 @@ from spanloop.schemas.events import OrchestrationRevised, decode
 from spanloop.schemas.orchestration import OrchestrationContent
 from spanloop.schemas.settings import Settings, load_settings
 
-__all__ = ["pomdp"]
+__all__ = ["last_content", "pomdp"]
 
 
 @click.command()
@@ -38,7 +38,7 @@ def pomdp(
     spanloop query "FROM pomdp('3fa9')" and "FROM active_agents('3fa9')".
     """
     settings = load_settings(config, {"workspace": workspace} if workspace is not None else None)
-    content = _last_content(settings, orchestration_id)
+    content = last_content(settings, orchestration_id)
     trace = _only(pomdp_of(content), agent)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(trace), indent=2).decode())
@@ -46,7 +46,7 @@ def pomdp(
     click.echo("\n".join(_lines(trace, content.started_ns)))
 
 
-def _last_content(settings: Settings, prefix: str) -> OrchestrationContent:
+def last_content(settings: Settings, prefix: str) -> OrchestrationContent:
     """The last revision of the orchestration that ``prefix`` names."""
     from spanloop.pipeline.log.open import open_log
     from spanloop.pipeline.log.scan import scan

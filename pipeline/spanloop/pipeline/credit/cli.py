@@ -13,6 +13,7 @@ from spanloop.pipeline.assembly.report import plain_text
 from spanloop.pipeline.attribution.cli import failure
 from spanloop.pipeline.credit.explain import Explanation, Line, explain_credit
 from spanloop.pipeline.decisions.cli import decisions
+from spanloop.pipeline.metrics_cli import metrics
 from spanloop.pipeline.pomdp_cli import pomdp
 from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.settings import load_settings
@@ -32,12 +33,14 @@ def explain() -> None:
     spanloop explain decisions 132a50               what was decided, what else was open, what it brought
     spanloop explain failure 132a50                 the agent and the step that are likely to blame
     spanloop explain pomdp 132a50                   who was active when; observations and actions
+    spanloop explain metrics 132a50                 success, parallelism, collaboration, overhead
     """
 
 
 explain.add_command(pomdp)
 explain.add_command(failure)
 explain.add_command(decisions)
+explain.add_command(metrics)
 
 
 @explain.command()
