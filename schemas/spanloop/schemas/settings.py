@@ -191,6 +191,23 @@ class Serving(_Section):
     threads: int = Field(1, ge=1)
 
 
+class RewardTerm(_Section):
+    """A declared reward ([[pipeline.rewards]], docs/rewards.md)."""
+
+    name: str
+    """Name and version of a registered reward, such as "rubric/1"."""
+    weight: float = Field(0.0, ge=0)
+    """In the team's composite; 0: reported, not paid."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the weight of a scaffold goes to 0 ..."""
+    length: float = Field(1000.0, gt=0)
+    """... by the time that the value model has learned from so many outcomes."""
+    gated: bool = True
+    """Paid only where the outcome is at least outcome_floor."""
+    options: dict[str, Any] = {}
+    """What the reward itself takes."""
+
+
 class Pipeline(_Section):
     quiet_s: float = Field(1.0, ge=0)
     """An orchestration whose root has ended and that has no gaps is closed after this long without a new span."""
@@ -207,6 +224,14 @@ class Pipeline(_Section):
     """lambda of r_finish (PARL); gated by the outcome."""
     tool_weight: float = Field(0.0, ge=0)
     """Weight of the tool-validity reward R5; gated by the outcome."""
+    tool_price: float = Field(0.0, ge=0)
+    """What a tool call costs in R5, units of reward, whatever comes of it."""
+    tool_duplicate_penalty: float = Field(0.0, ge=0)
+    """What the same call with the same arguments again costs in R5, where the arguments are known."""
+    rewards: tuple[RewardTerm, ...] = ()
+    """Further rewards, each a table [[pipeline.rewards]]."""
+    reward_functions: str = ""
+    """Python file with reward functions of your own (docs/rewards.md). It is run by every process that computes rewards."""
     outcome_floor: float = 0.0
     """Structural rewards are paid only where the outcome is at least this."""
     holdout: float = Field(0.1, ge=0, lt=1)

@@ -30,7 +30,10 @@ CHUNK_BYTES = 64 * 2**20
 """Records that one step reads, uncompressed; of spans it is more where that gives more than ``CHUNKS_MAX`` chunks."""
 CHUNK_BYTES_MAX = 512 * 2**20
 CHUNKS_MAX = 64
-REWARD_KEYS = ("parallel_weight", "finish_weight", "tool_weight", "outcome_floor", "holdout", "credit")
+REWARD_KEYS = (
+    "parallel_weight", "finish_weight", "tool_weight", "tool_price", "tool_duplicate_penalty", "rewards", "reward_functions",
+    "outcome_floor", "holdout", "credit",
+)  # fmt: skip
 """Settings that define rewards, credit and samples; a rewards file may give these."""
 _DAY_NS = 86_400 * 10**9
 _FAR_NS = 2**62

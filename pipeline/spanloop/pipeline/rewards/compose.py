@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from spanloop.pipeline.rewards.declared import Term, declared_rewards, terms_of
 from spanloop.pipeline.rewards.drafts import draft_rewards
 from spanloop.pipeline.rewards.orchestration import orchestration_rewards
 from spanloop.pipeline.rewards.outcome import channel_rewards, outcome_reward
+from spanloop.pipeline.rewards.registry import Case
 from spanloop.pipeline.rewards.tool import ToolTerms, tool_rewards
 from spanloop.schemas.canonical import MICRO, micro
 from spanloop.schemas.events import FeedbackReceived, Reward
@@ -35,12 +37,18 @@ class RewardTerms(msgspec.Struct, frozen=True):
     tool: float = 0.0
     floor: float = 0.0
     prices: ToolTerms = ToolTerms()
+    declared: tuple[Term, ...] = ()
 
     @staticmethod
     def of(settings: Pipeline) -> RewardTerms:
         """The terms that a deployment's settings name."""
         return RewardTerms(
-            settings.parallel_weight, settings.finish_weight, settings.tool_weight, settings.outcome_floor
+            settings.parallel_weight,
+            settings.finish_weight,
+            settings.tool_weight,
+            settings.outcome_floor,
+            ToolTerms(settings.tool_price, settings.tool_duplicate_penalty),
+            terms_of(settings),
         )
 
 
@@ -69,6 +77,7 @@ def compose(
     *,
     complete: bool,
     terms: RewardTerms,
+    outcomes: int = 0,
 ) -> Composite:
     """Rewards of an orchestration.
 
@@ -76,7 +85,8 @@ def compose(
         content: What happened.
         feedback: All feedback on it, in any order.
         complete: False: closed by time-out; then the team's reward stays provisional.
-        terms: Weights of the structural terms.
+        terms: Weights of the structural terms, and what the deployment declares.
+        outcomes: How many outcomes the recorded value model had learned from: what schedules go by.
     """
     outcome = outcome_reward(feedback)
     good = outcome.value is not None and outcome.value >= micro(terms.floor)
@@ -94,6 +104,9 @@ def compose(
         ),
         *orchestration_rewards(content, weights),
     )
+    if terms.declared:
+        case = Case(content, feedback, outcome.value)
+        rewards += tuple(declared_rewards(terms.declared, case, good=good, outcomes=outcomes))
     if outcome.value is None:
         return Composite(rewards, None, "missing")
     status = outcome.status if complete else "provisional"

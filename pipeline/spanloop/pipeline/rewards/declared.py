@@ -1,0 +1,131 @@
+"""Rewards that a deployment declares in its settings, beside the built-in channels.
+
+[[pipeline.rewards]] names a registered reward, its weight in the team's composite (R8) and, for a scaffold, the schedule by which the
+weight goes to 0 as the value model has seen more outcomes. The number of outcomes is that of the recorded version of the value
+model, so a replay pays what was paid.
+Invariants: pure, given the registry; a reward that is gated is paid only where the outcome is at least the floor; the weight as
+paid stands on the reward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from spanloop.pipeline.rewards import individual, process, role, verifier
+from spanloop.pipeline.rewards.registry import Case, Definition, Found, find, from_file
+from spanloop.pipeline.rewards.shaping import Schedule, weight_at
+from spanloop.schemas.canonical import micro
+from spanloop.schemas.errors import ConfigError, SpanloopError
+from spanloop.schemas.events import Reward
+
+if TYPE_CHECKING:
+    from spanloop.schemas.settings import Pipeline
+
+__all__ = ["BUILT_IN", "Term", "declared_rewards", "load_functions", "terms_of"]
+
+BUILT_IN = (individual, role, process, verifier)
+"""Imported, so that their rewards are registered."""
+
+
+class Term(msgspec.Struct, frozen=True):
+    """One declared reward."""
+
+    definition: Definition
+    weight: float
+    schedule: Schedule | None
+    gated: bool
+    options: dict[str, Any]
+
+
+def terms_of(settings: Pipeline) -> tuple[Term, ...]:
+    """The rewards that settings declare. Raises ConfigError: unknown names, a file that cannot be run."""
+    if settings.reward_functions:
+        load_functions(Path(settings.reward_functions))
+    found = []
+    for given in settings.rewards:
+        schedule = None
+        if given.schedule != "constant":
+            schedule = Schedule(given.weight, given.length, given.schedule)
+        found.append(Term(find(given.name), given.weight, schedule, given.gated, dict(given.options)))
+    return tuple(found)
+
+
+@lru_cache(maxsize=16)
+def load_functions(path: Path) -> str:
+    """Run a Python file that registers rewards; returns its hash. Raises ConfigError."""
+    try:
+        data = path.read_bytes()
+    except OSError as exc:
+        raise ConfigError(f"pipeline.reward_functions: cannot read {path}: {exc.strerror or exc}") from exc
+    source = hashlib.sha256(data).hexdigest()[:8]
+    spec = importlib.util.spec_from_file_location(f"spanloop_rewards_{source}", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"pipeline.reward_functions: {path} is no Python file (its name must end in .py)")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        with from_file(source):
+            spec.loader.exec_module(module)
+    except ConfigError:
+        raise
+    except Exception as exc:
+        raise ConfigError(f"pipeline.reward_functions: {path} failed: {type(exc).__name__}: {exc}") from exc
+    return source
+
+
+def declared_rewards(terms: Sequence[Term], case: Case, *, good: bool, outcomes: int) -> list[Reward]:
+    """Rewards of all terms.
+
+    Args:
+        terms: From ``terms_of``.
+        case: The orchestration; each term sees its own options.
+        good: Whether the outcome is at least the floor.
+        outcomes: How many outcomes the recorded value model had learned from.
+
+    A function of the deployment's own that fails makes a missing reward whose estimator says so: one bad reward costs itself.
+    """
+    found: list[Reward] = []
+    for term in terms:
+        weight = term.weight if term.schedule is None else weight_at(term.schedule, outcomes)
+        paid = micro(weight) if good or not term.gated else 0
+        estimator = term.definition.estimator
+        try:
+            got = term.definition.function(msgspec.structs.replace(case, options=term.options))
+            made = _rewards(term.definition, got)
+        except SpanloopError:
+            raise
+        except Exception as exc:
+            made = [Reward(term.definition.family, _channel(term), "team", "", None, "missing", "")]
+            estimator = f"{estimator}:failed:{type(exc).__name__}"
+        scaffold = term.schedule is not None
+        for item in made:
+            team = item.unit == "team"
+            found.append(
+                msgspec.structs.replace(
+                    item,
+                    estimator=estimator,
+                    weight=paid if team else 0,
+                    scaffold=scaffold and team and paid > 0,
+                )
+            )
+    return found
+
+
+def _channel(term: Term) -> str:
+    return term.definition.name.partition("/")[0]
+
+
+def _rewards(definition: Definition, got: Found) -> list[Reward]:
+    if got is None or isinstance(got, int | float):
+        name = definition.name.partition("/")[0]
+        value = None if got is None else micro(float(got))
+        return [
+            Reward(definition.family, name, "team", "", value, "missing" if value is None else "final", "")
+        ]
+    return list(got)
