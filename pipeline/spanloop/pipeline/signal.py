@@ -46,6 +46,7 @@ from spanloop.schemas.events import (
     decode,
     encode,
 )
+from spanloop.schemas.ids import version_number
 from spanloop.schemas.orchestration import OrchestrationContent
 
 if TYPE_CHECKING:
@@ -117,7 +118,13 @@ def derive(
         version: The value model's version to record.
         model: That model; None for ``NO_MODEL``.
     """
-    composite = compose(content, list(feedback), complete=complete, terms=RewardTerms.of(settings))
+    composite = compose(
+        content,
+        list(feedback),
+        complete=complete,
+        terms=RewardTerms.of(settings),
+        progress=version_number(version),
+    )
     draft = Draft(content, composite, version, choice_of(settings, content.orchestration_id))
     estimate_drafts([draft], {version: Asking(model)} if model is not None else {})
     return finish_draft(draft, complete, settings)
@@ -385,10 +392,14 @@ class SignalStage:
             content = self._contents.get(key) or self._store.content(key)
             if self._vault is not None:
                 content = self._vault.open_content(content)
-            composite = compose(
-                content, self._store.feedback_on(key), complete=held.complete, terms=self._terms
-            )
             version = held.value_model or NO_MODEL
+            composite = compose(
+                content,
+                self._store.feedback_on(key),
+                complete=held.complete,
+                terms=self._terms,
+                progress=version_number(version),
+            )
             choice = choice_of(self._settings, content.orchestration_id)
             drafts[key] = Draft(content, composite, version, choice, live=self._take_live(key, content))
         versions = {(draft.content.tenant, draft.version) for draft in drafts.values()}

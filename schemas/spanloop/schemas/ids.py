@@ -13,6 +13,7 @@ __all__ = [
     "orchestration_id",
     "policy_name",
     "policy_number",
+    "version_number",
 ]
 
 _HEX = frozenset("0123456789abcdef")
@@ -56,3 +57,13 @@ def policy_number(name: str) -> int:
     """
     _, _, tail = name.partition("@v")
     return int(tail) if tail.isdigit() else -1
+
+
+def version_number(name: str) -> int:
+    """Number of a value model's version, 0 when it is none.
+
+    >>> version_number("value@v12-0a1b2c3d"), version_number("none")
+    (12, 0)
+    """
+    head = name.partition("@v")[2].partition("-")[0]
+    return int(head) if head.isdigit() else 0

@@ -200,8 +200,8 @@ class RewardTerm(_Section):
     """In the team's composite; 0: reported, not paid."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the weight of a scaffold goes to 0 ..."""
-    length: float = Field(1000.0, gt=0)
-    """... by the time that the value model has learned from so many outcomes."""
+    length: float = Field(50.0, gt=0)
+    """... over so many versions of the value model (value_every, value_growth)."""
     gated: bool = True
     """Paid only where the outcome is at least outcome_floor."""
     options: dict[str, Any] = {}

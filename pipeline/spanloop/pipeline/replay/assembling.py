@@ -27,7 +27,7 @@ from spanloop.pipeline.rewards.compose import RewardTerms, compose
 from spanloop.pipeline.signal import NO_MODEL, Draft, choice_of, estimate_drafts, finish_draft
 from spanloop.schemas import topics
 from spanloop.schemas.events import FeedbackReceived, decode
-from spanloop.schemas.ids import orchestration_id
+from spanloop.schemas.ids import orchestration_id, version_number
 from spanloop.schemas.orchestration import OrchestrationContent
 from spanloop.schemas.settings import Pipeline
 
@@ -214,8 +214,14 @@ class Deriver:
             call.sealed and opened is call
             for call, opened in zip(item.content.calls, content.calls, strict=True)
         )
-        composite = compose(content, item.feedback, complete=item.complete, terms=self._terms)
         version = self._version_of(item)
+        composite = compose(
+            content,
+            item.feedback,
+            complete=item.complete,
+            terms=self._terms,
+            progress=version_number(version),
+        )
         draft = Draft(content, composite, version, choice_of(self._settings, content.orchestration_id))
         key = (item.content.tenant, version)
         waiting = self._waiting.setdefault(key, [])

@@ -77,7 +77,7 @@ def compose(
     *,
     complete: bool,
     terms: RewardTerms,
-    outcomes: int = 0,
+    progress: int = 0,
 ) -> Composite:
     """Rewards of an orchestration.
 
@@ -86,7 +86,7 @@ def compose(
         feedback: All feedback on it, in any order.
         complete: False: closed by time-out; then the team's reward stays provisional.
         terms: Weights of the structural terms, and what the deployment declares.
-        outcomes: How many outcomes the recorded value model had learned from: what schedules go by.
+        progress: Number of the recorded value model's version: what schedules go by.
     """
     outcome = outcome_reward(feedback)
     good = outcome.value is not None and outcome.value >= micro(terms.floor)
@@ -106,7 +106,7 @@ def compose(
     )
     if terms.declared:
         case = Case(content, feedback, outcome.value)
-        rewards += tuple(declared_rewards(terms.declared, case, good=good, outcomes=outcomes))
+        rewards += tuple(declared_rewards(terms.declared, case, good=good, progress=progress))
     if outcome.value is None:
         return Composite(rewards, None, "missing")
     status = outcome.status if complete else "provisional"

@@ -1,34 +1,31 @@
 """Rewards that a deployment declares in its settings, beside the built-in channels.
 
 [[pipeline.rewards]] names a registered reward, its weight in the team's composite (R8) and, for a scaffold, the schedule by which the
-weight goes to 0 as the value model has seen more outcomes. The number of outcomes is that of the recorded version of the value
-model, so a replay pays what was paid.
+weight goes to 0 with the versions of the value model. The version is recorded on the credit, so a replay pays what was paid.
 Invariants: pure, given the registry; a reward that is gated is paid only where the outcome is at least the floor; the weight as
 paid stands on the reward.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from spanloop.pipeline.rewards import individual, process, role, verifier
-from spanloop.pipeline.rewards.registry import Case, Definition, Found, find, from_file
+from spanloop.pipeline.rewards.loading import load_functions
+from spanloop.pipeline.rewards.registry import Case, Definition, Found, find
 from spanloop.pipeline.rewards.shaping import Schedule, weight_at
 from spanloop.schemas.canonical import micro
-from spanloop.schemas.errors import ConfigError, SpanloopError
+from spanloop.schemas.errors import SpanloopError
 from spanloop.schemas.events import Reward
 
 if TYPE_CHECKING:
     from spanloop.schemas.settings import Pipeline
 
-__all__ = ["BUILT_IN", "Term", "declared_rewards", "load_functions", "terms_of"]
+__all__ = ["BUILT_IN", "Term", "declared_rewards", "terms_of"]
 
 BUILT_IN = (individual, role, process, verifier)
 """Imported, so that their rewards are registered."""
@@ -57,42 +54,20 @@ def terms_of(settings: Pipeline) -> tuple[Term, ...]:
     return tuple(found)
 
 
-@lru_cache(maxsize=16)
-def load_functions(path: Path) -> str:
-    """Run a Python file that registers rewards; returns its hash. Raises ConfigError."""
-    try:
-        data = path.read_bytes()
-    except OSError as exc:
-        raise ConfigError(f"pipeline.reward_functions: cannot read {path}: {exc.strerror or exc}") from exc
-    source = hashlib.sha256(data).hexdigest()[:8]
-    spec = importlib.util.spec_from_file_location(f"spanloop_rewards_{source}", path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"pipeline.reward_functions: {path} is no Python file (its name must end in .py)")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        with from_file(source):
-            spec.loader.exec_module(module)
-    except ConfigError:
-        raise
-    except Exception as exc:
-        raise ConfigError(f"pipeline.reward_functions: {path} failed: {type(exc).__name__}: {exc}") from exc
-    return source
-
-
-def declared_rewards(terms: Sequence[Term], case: Case, *, good: bool, outcomes: int) -> list[Reward]:
+def declared_rewards(terms: Sequence[Term], case: Case, *, good: bool, progress: int) -> list[Reward]:
     """Rewards of all terms.
 
     Args:
         terms: From ``terms_of``.
         case: The orchestration; each term sees its own options.
         good: Whether the outcome is at least the floor.
-        outcomes: How many outcomes the recorded value model had learned from.
+        progress: Number of the recorded value model's version.
 
     A function of the deployment's own that fails makes a missing reward whose estimator says so: one bad reward costs itself.
     """
     found: list[Reward] = []
     for term in terms:
-        weight = term.weight if term.schedule is None else weight_at(term.schedule, outcomes)
+        weight = term.weight if term.schedule is None else weight_at(term.schedule, progress)
         paid = micro(weight) if good or not term.gated else 0
         estimator = term.definition.estimator
         try:

@@ -13,6 +13,7 @@ from spanloop.pipeline.rewards.shaping import potential_rewards
 from spanloop.schemas.canonical import MICRO
 from spanloop.schemas.errors import ConfigError
 from spanloop.schemas.events import Reward
+from spanloop.schemas.orchestration import ModelCall
 
 __all__ = ["milestones"]
 
@@ -44,7 +45,7 @@ def milestones(case: Case) -> list[Reward]:
     phi = [0]
     for call in calls:
         phi.append(phi[-1] + gained.get(call.id, 0))
-    steps = potential_rewards([*phi, 0])
+    steps = potential_rewards(phi)
     scale = MICRO // len(wanted)
     return [
         Reward("R4", "milestones", "turn", call.id, round(step) * scale, "final", "", evidence=())
@@ -53,7 +54,7 @@ def milestones(case: Case) -> list[Reward]:
     ]
 
 
-def _turn_before(calls: Sequence[object], agent: str, t_ns: int) -> str:
+def _turn_before(calls: Sequence[ModelCall], agent: str, t_ns: int) -> str:
     """The agent's last call that had begun."""
-    before = [c for c in calls if c.agent_id == agent and c.start_ns <= t_ns]  # type: ignore[attr-defined]
-    return before[-1].id if before else ""  # type: ignore[attr-defined]
+    before = [c for c in calls if c.agent_id == agent and c.start_ns <= t_ns]
+    return before[-1].id if before else ""
