@@ -11,10 +11,12 @@ from spanloop.pipeline.assembly.batch import assemble_spans
 from spanloop.pipeline.credit.estimators.groups import Advantage, agent_wise, group_stats, grpo, rloo
 from spanloop.pipeline.formats.reading import read_files
 from spanloop.pipeline.formats.values import Read
+from spanloop.pipeline.samples import group_of
 
 
 def groups() -> dict[str, list[int]]:
-    """Micro-rewards of the tries of each task, through the product's own importer and assembler."""
+    """Micro-rewards of the tries of each group as `spanloop explain credit` forms it, through the product's own importer and
+    assembler."""
     folder = SHARED / "corpora" / "tau-bench"
     if not folder.exists():
         pytest.skip("no shared/corpora/tau-bench beside this checkout")
@@ -26,7 +28,7 @@ def groups() -> dict[str, list[int]]:
     rewards = {f["trace_id"]: round(f["value"] * 1_000_000) for f in found.feedback}
     tries: dict[str, list[int]] = {}
     for content in assemble_spans(found.spans, "t"):
-        key = next(call.task_key for call in content.calls)
+        key, _ = group_of(content)
         tries.setdefault(key, []).append(rewards[content.trace_ids[0]])
     return tries
 

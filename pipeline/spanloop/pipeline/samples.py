@@ -48,9 +48,9 @@ def exclusion(call: ModelCall) -> str:
 
 
 def group_of(content: OrchestrationContent) -> tuple[str, str]:
-    """(group, harness): what may be compared with what. The group of a task is a digest of its key and the harness; without
-    a single task key it is the orchestration's own id."""
-    served = [call for call in content.calls if policy_number(call.policy_version) >= 0]
+    """(group, harness): what may be compared with what. The group of a task is a digest of its key and the harness, of the calls
+    that a policy of ours answered if there are any, else of all; without a single task key it is the orchestration's own id."""
+    served = [call for call in content.calls if policy_number(call.policy_version) >= 0] or content.calls
     harnesses = sorted({call.harness for call in served})
     keys = {call.task_key for call in served if call.task_key}
     harness = harnesses[0] if len(harnesses) == 1 else digest("harnesses", *harnesses) if harnesses else ""

@@ -11,7 +11,7 @@ import msgspec
 
 from spanloop.pipeline.assembly.report import plain_text
 from spanloop.pipeline.attribution.cli import failure
-from spanloop.pipeline.credit.explain import Explanation, Line, explain_credit
+from spanloop.pipeline.credit.explain import WORDS, Explanation, Line, explain_credit
 from spanloop.pipeline.decisions.cli import decisions
 from spanloop.pipeline.metrics_cli import metrics
 from spanloop.pipeline.pomdp_cli import pomdp
@@ -47,6 +47,11 @@ explain.add_command(metrics)
 @click.argument("orchestration_id", metavar="ID")
 @click.option("--agent", default="", help="Only this agent (name, role or id) and what is below it.")
 @click.option(
+    "--message",
+    default="",
+    help="Only this message: its call's id, with the accounts above it and its tokens.",
+)
+@click.option(
     "--token", is_flag=True, help="Down to the tokens; without it the tree ends at messages and tool calls."
 )
 @click.option("--config", type=click.Path(path_type=Path), help="Settings file (TOML).")
@@ -60,6 +65,7 @@ def credit(
     orchestration_id: str,
     *,
     agent: str,
+    message: str,
     token: bool,
     workspace: Path | None,
     config: Path | None,
@@ -70,8 +76,11 @@ def credit(
     \b
     spanloop explain credit 3fa9
     spanloop explain credit 3fa9 --agent specialist --token
+    spanloop explain credit 3fa9 --message chatcmpl-1
 
-    Each line: credit, what the estimator said (raw), what reconciliation added (residual), the estimator and its variance.
+    Each line: credit, what the estimator said (raw, with its standard error), what reconciliation added (residual, and its share of
+    what the account above had left), the estimator. "unidentified" and "unknown" are explained below the table, and so are the
+    group of tries of the same task and, where Shapley values were exact, the values of all coalitions.
     Children sum exactly to their parent; leaves + baseline = reward. The sums are checked: exit code 1 when they do not hold.
     """
     from spanloop.pipeline.log.open import open_log
@@ -82,12 +91,12 @@ def credit(
         found = explain_credit(log, orchestration_id)
     finally:
         log.close()
-    lines = _chosen(found.lines, agent)
+    lines = _message(found.lines, message) if message else _chosen(found.lines, agent)
     if as_json:
         shown = msgspec.structs.replace(found, lines=tuple(lines))
         click.echo(msgspec.json.format(msgspec.json.encode(shown), indent=2).decode())
     else:
-        _print(found, [line for line in lines if token or line.unit != "token"])
+        _print(found, [line for line in lines if token or message or line.unit != "token"])
     if found.problems:
         sys.exit(1)
 
@@ -112,6 +121,24 @@ def _chosen(lines: Sequence[Line], agent: str) -> list[Line]:
     return kept
 
 
+def _message(lines: Sequence[Line], message: str) -> list[Line]:
+    """A message's account with those above and below it."""
+    known = {line.id: line for line in lines}
+    own = next(
+        (line for line in lines if line.unit == "message" and message in {line.id, line.subject}), None
+    )
+    if own is None:
+        raise SchemaError(
+            f"no message {message!r} in this orchestration; a message is named by its call's id"
+        )
+    kept = {own.id}
+    at = own
+    while at.parent in known:
+        at = known[at.parent]
+        kept.add(at.id)
+    return [line for line in lines if line.id in kept or line.parent == own.id]
+
+
 def _print(found: Explanation, lines: Sequence[Line]) -> None:
     click.echo(f"orchestration {found.orchestration_id}  revision {found.revision}  ({found.status})")
     click.echo(
@@ -124,18 +151,32 @@ def _print(found: Explanation, lines: Sequence[Line]) -> None:
             click.echo(f"  {name}: {shown} x {weight:g}  ({status})")
     click.echo()
     click.echo(
-        f"{'account':<{_LABEL_WIDTH}} {'credit':>10} {'raw':>10} {'residual':>10}  estimator (variance)"
+        f"{'account':<{_LABEL_WIDTH}} {'credit':>10} {'raw':>10} {'error':>9} {'residual':>10} {'of rest':>7}  estimator"
     )
     first = min((line.depth for line in lines), default=0)
     for line in lines:
         name = plain_text(line.label)
         label = "  " * (line.depth - first) + (name if name.startswith(line.unit) else f"{line.unit} {name}")
         raw, residual = (_number(value) for value in (line.raw, line.residual))
-        variance = f" ({line.variance:.3g})" if line.variance else ""
+        error = f"{line.error:.3g}" if line.error else ""
+        share = f"{line.share:.0%}" if line.share and line.residual != 0 else ""
         click.echo(
-            f"{label[:_LABEL_WIDTH]:<{_LABEL_WIDTH}} {line.credit:>+10.6f} {raw:>10} {residual:>10}  {line.estimator}{variance}"
+            f"{label[:_LABEL_WIDTH]:<{_LABEL_WIDTH}} {line.credit:>+10.6f} {raw:>10} {error:>9} {residual:>10} {share:>7}"
+            f"  {line.estimator}"
         )
     click.echo()
+    for name in dict.fromkeys(line.estimator for line in lines):
+        if WORDS.get(name):
+            click.echo(f"{name}: {WORDS[name]}")
+    for game in found.coalitions:
+        click.echo(
+            "\ncoalitions of those that worked side by side, and the expected reward with their work alone:"
+        )
+        for item in game:
+            click.echo(f"  {item.value:>+10.6f}  {plain_text(', '.join(item.agents)) or '(none)'}")
+    click.echo()
+    if found.group is not None:
+        click.echo(found.group.said)
     if found.problems:
         click.echo("NOT conserved: " + "; ".join(found.problems))
     else:

@@ -43,7 +43,7 @@ from spanloop.pipeline.credit.states import COUNT_MAX, State
 from spanloop.schemas.canonical import MICRO
 from spanloop.schemas.orchestration import Agent, ModelCall, OrchestrationEvent
 
-__all__ = ["Kept", "estimate_steps", "states_of", "workers_of"]
+__all__ = ["Coalitions", "Kept", "coalitions_of", "estimate_steps", "states_of", "workers_of"]
 
 Floats = NDArray[np.float64]
 
@@ -575,3 +575,36 @@ def states_of(cast: Cast) -> list[State]:
                 room.add(steps.work(unit).amounts)
             seen.append(written_out(room.link(), ()))
     return seen
+
+
+class Coalitions(msgspec.Struct, frozen=True):
+    """V of the state before a gap with the work of each set of those that it was shared by."""
+
+    units: tuple[str, ...]
+    values: tuple[tuple[tuple[str, ...], int], ...]
+    """(units whose work is in it, micro-units), by size."""
+
+
+def coalitions_of(cast: Cast, values: StepValues) -> list[Coalitions]:
+    """The games that were shared exactly, of two workers and more."""
+    steps, room = Steps(cast), _Room(values)
+    found: list[Coalitions] = []
+    for k, units in enumerate(workers_of(cast, cast.line)):
+        if cast.line:
+            room.add({steps.turn_kind(cast.line[k]): 1})
+        works = [steps.work(unit) for unit in units]
+        counts = {kind: room.counts.get(kind, 0) for work in works for kind in work.amounts}
+        game = CoalitionValues(values, room.link(), counts, works)
+        playing = [i for i, active in enumerate(game.active) if active]
+        if 2 <= len(playing) <= EXACT_MAX:
+            sets = sorted(range(1 << len(playing)), key=lambda mask: (bin(mask).count("1"), mask))
+            chosen = [[i for n, i in enumerate(playing) if mask >> n & 1] for mask in sets]
+            found.append(
+                Coalitions(
+                    tuple(units[i] for i in playing),
+                    tuple((tuple(units[i] for i in some), game.at(some)[0]) for some in chosen),
+                )
+            )
+        for work in works:
+            room.add(work.amounts)
+    return found
