@@ -15,6 +15,7 @@ import pytest
 
 from spanloop.pipeline import sqlite_file
 from spanloop.pipeline.log.sqlite import SqliteLog
+from spanloop.pipeline.ports import NewRecord
 from spanloop.pipeline.state.sqlite import SqliteState
 from spanloop.schemas.errors import ConfigError, SpanloopError, TerminalError, TransientError
 
@@ -300,3 +301,19 @@ def test_driver_errors_become_ours(tmp_path, name, family):
 def test_a_text_that_is_not_utf8_is_damage(tmp_path):
     exc = sqlite3.OperationalError("Could not decode to UTF-8 column 'NULL' with text 'c/'")
     assert "it is damaged" in sqlite_file.translate(exc, tmp_path / "spanloop.db").message
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+def test_nothing_is_acknowledged_into_a_file_that_nobody_finds_again(tmp_path, how):
+    path = tmp_path / "spanloop.db"
+    with closing(SqliteLog(path)) as log:
+        log.append([NewRecord("spans", "k", "1", b"{}")])
+        path.rename(tmp_path / "kept")
+        if how == "replaced":
+            path.touch()
+        with pytest.raises(TransientError, match="removed or replaced"):
+            log.append([NewRecord("spans", "k", "2", b"{}")])
+        path.unlink(missing_ok=True)
+        (tmp_path / "kept").rename(path)
+        log.append([NewRecord("spans", "k", "2", b"{}")])
+        assert [record.event_id for record in log.read(["spans"], {}, 9)] == ["1", "2"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from spanloop.schemas import cli
+from spanloop.schemas.errors import SpanloopError
 
 
 def test_the_short_way_finds_what_the_long_way_finds():
@@ -34,3 +37,31 @@ def test_wrong_usage_ends_with_its_code_and_without_a_process_left(words: list[s
     )  # fmt: skip
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EROFS, 1), (errno.ENOSPC, 4), (errno.EACCES, 1)])
+def test_a_disk_that_refuses_is_one_line(
+    number: int, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def refuses(**_: object) -> None:
+        raise OSError(number, os.strerror(number), "some/folder")
+
+    monkeypatch.setattr(cli._cli, "main", refuses)
+    monkeypatch.setattr(sys, "argv", ["spanloop"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == code
+    assert capsys.readouterr().err.startswith(f"error: some/folder: {os.strerror(number)}: ")
+
+
+def test_an_error_does_not_steer_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def refuses(**_: object) -> None:
+        raise SpanloopError("no agent \x1b]0;x\x07 here\nnext line")
+
+    monkeypatch.setattr(cli._cli, "main", refuses)
+    monkeypatch.setattr(sys, "argv", ["spanloop"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert capsys.readouterr().err == "error: no agent ?]0;x? here\nnext line\n"

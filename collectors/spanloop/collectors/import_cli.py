@@ -147,8 +147,11 @@ def _report(found: Imported, settings: Settings, *, dry: bool, as_json: bool) ->
 
     for reason in (*found.unreadable, *found.reasons):
         click.echo(f"refused: {plain_text(reason)}", err=True)
-    if found.rejected > len(found.reasons):
-        click.echo(f"refused: and {found.rejected - len(found.reasons)} more", err=True)
+    if (unnamed := found.rejected - len(found.reasons)) > 0:
+        click.echo(
+            f"refused: {'and ' if found.reasons else ''}{unnamed} more, named by an earlier run or too many to name",
+            err=True,
+        )
     if as_json:
         counts = {k: getattr(found, k) for k in ("files", "spans", "events", "duplicates", "rejected")}
         if found.scores:

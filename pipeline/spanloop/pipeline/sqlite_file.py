@@ -7,6 +7,7 @@ offsets and outputs are one transaction. Invariants:
 - Writing *and* checkpointing need the turn, an advisory lock on ``FILE.turn`` that all processes share, and the
   automatic checkpoint is off. SQLite before 3.51.3 can lose a committed transaction when a checkpoint in one
   process overlaps a commit in another (its "WAL-reset bug"); with the turn they never overlap.
+- Nothing is acknowledged that was written into a file which no longer stands under its path.
 - Driver errors leave here as TransientError (try again: disk full, busy) or TerminalError (damaged, read-only).
 - The file and its companions are readable by their owner only.
 """
@@ -137,6 +138,7 @@ class SqliteFile:
             self._writer.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
             self._reader = self._connect()
             self._prepare()
+            self._identity = self._on_disk()
         except (sqlite3.Error, SpanloopError) as exc:
             self.close()
             if isinstance(exc, sqlite3.Error):
@@ -187,6 +189,14 @@ class SqliteFile:
             )
         return version
 
+    def _on_disk(self) -> tuple[int, int] | None:
+        """Which file stands under our path; None: none does."""
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
     @contextlib.contextmanager
     def _turn_held(self) -> Iterator[None]:
         deadline = time.monotonic() + BUSY_S
@@ -215,6 +225,14 @@ class SqliteFile:
         with self._write_lock:
             if self._closed:
                 raise TerminalError(f"{self.path}: the log is closed; nothing was written", code="CLOSED")
+            if (
+                self._on_disk() != self._identity
+            ):  # SQLite would write on, into a file that nobody finds again
+                raise TransientError(
+                    f"{self.path} was removed or replaced while it is in use; nothing is written until it is back or this process "
+                    "is started again",
+                    path=str(self.path),
+                )
             with self._turn_held():
                 try:
                     self._writer.execute("BEGIN IMMEDIATE")

@@ -3,6 +3,7 @@ a verb's module is imported only when the verb is run, so ``--help`` is quick an
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -115,6 +116,11 @@ def _cli() -> None:
     """
 
 
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_DISK = _FULL | {errno.EROFS, errno.EACCES, errno.EPERM}
+"""What a file or its disk refuses is no fault of the program: one line says it."""
+
+
 def main() -> None:
     """Run the CLI; our own errors become one line on stderr and an exit code (1 error, 2 usage, 3 bad input, 4 try again)."""
     try:
@@ -136,6 +142,15 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)
+    except OSError as exc:
+        if exc.errno not in _DISK:
+            raise
+        where = f"{exc.filename}: " if exc.filename else ""
+        click.echo(
+            f"error: {where}{exc.strerror}: give this user write permission there, or free some space",
+            err=True,
+        )
+        sys.exit(4 if exc.errno in _FULL else 1)
 
 
 def _head_start(words: Sequence[str]) -> None:
