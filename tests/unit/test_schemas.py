@@ -175,6 +175,9 @@ def test_order_is_default_file_environment_flags(clean, toml):
         ("[collector\n", "not valid TOML"),
         ("[collector]\nhost = '0.0.0.0'\n", "reachable from outside"),
         ("[serving]\nhost = '0.0.0.0'\n", "no authentication"),
+        ('tenant = "a/b"', "tenant"),
+        ('tenant = ""', "tenant"),
+        ('[[credentials]]\nkey = "k"\ntenant = "a/b"\nrole = "agent"', "credentials.0.tenant"),
     ],
 )
 def test_wrong_settings_name_the_key(clean, toml, text, says):

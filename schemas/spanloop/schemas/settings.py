@@ -33,6 +33,10 @@ SPECIAL_WORDS = ("<pad>", "<bos>", "<eos>", "<act>", "<unk>")
 """Words that precede the vocabulary in the embedded policy's tokenizer."""
 
 
+TENANT = r"^[^/\x00-\x1f\x7f]{1,200}$"
+"""Keys on the log are ``tenant/id``: with a slash in its name one tenant would be read as another."""
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -41,7 +45,7 @@ class Credential(_Section):
     """A key that a client sends as ``Authorization: Bearer KEY``. Rotate by listing the new one beside the old."""
 
     key: SecretStr
-    tenant: str = "default"
+    tenant: str = Field("default", pattern=TENANT)
     role: str = Field(pattern="^(agent|scorer|reader|admin)$")
     """agent: may send spans and ask the gateway; scorer: may also send feedback; reader: may only read metrics; admin:
     everything."""
@@ -436,7 +440,7 @@ class Settings(BaseSettings):
 
     workspace: Path = Path(".spanloop")
     """Folder of log, state, artifacts, MLflow data and archive."""
-    tenant: str = "default"
+    tenant: str = Field("default", pattern=TENANT)
     bootstrap_servers: str = ""
     """Kafka brokers, host:port,...; empty: the embedded log, one SQLite file in the workspace."""
     kafka: Kafka = Kafka()  # type: ignore[call-arg]
