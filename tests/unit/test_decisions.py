@@ -24,12 +24,14 @@ from spanloop.pipeline.ports import LogRecord, new_record
 from spanloop.pipeline.rewards.drafts import draft_rewards
 from spanloop.pipeline.signal import SignalStage
 from spanloop.schemas import topics
+from spanloop.schemas.canonical import canonical_json
 from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.events import (
     CreditNode,
     DecisionModelPublished,
     FeedbackReceived,
     OrchestrationRevised,
+    RewardsComputed,
     Sample,
     ValueModelPublished,
     decode,
@@ -250,3 +252,86 @@ def test_drafts_keep_a_grade_a_target():
 def test_what_is_no_decision_model_is_refused(parameters):
     with pytest.raises(SchemaError):
         DecisionModel.read("d", "v", 1, parameters)
+
+
+def test_a_version_does_not_depend_on_batching_or_restarts():
+    contents, outcomes = told(60, seed=5)
+    settings = Pipeline(value_every=20, value_growth=0, holdout=0.0)
+    signal = SignalStage(settings)
+    signal.restore({})
+    records = []
+    for content, outcome in zip(contents, outcomes, strict=True):
+        trace = content.trace_ids[0]
+        feedback = FeedbackReceived(
+            feedback_id=trace, target_kind="trace", target_id=trace, value=outcome, scorer="s"
+        )
+        revised = OrchestrationRevised(
+            orchestration_id=content.orchestration_id,
+            revision=1,
+            complete=True,
+            content_hash="h",
+            content=content,
+        )
+        derived = signal.process([as_record(revised), as_record(feedback)], 0).events
+        records += [as_record(event) for event in (revised, *derived)]
+
+    def published(size: int, *, restarts: bool, twice: bool = False) -> list[DecisionModelPublished]:
+        entries: dict[str, bytes] = {}
+        stage = ValueStage(settings)
+        stage.restore({})
+        found = []
+        for at in range(0, len(records), size):
+            batch = records[at : at + size]
+            output = stage.process([*batch, *batch] if twice else batch, 0)
+            found += [event for event in output.events if isinstance(event, DecisionModelPublished)]
+            for key, value in output.writes.items():
+                if value is None:
+                    entries.pop(key, None)
+                else:
+                    entries[key] = value
+            if restarts:
+                stage = ValueStage(settings)
+                stage.restore(dict(entries))
+        return found
+
+    whole = published(len(records), restarts=False)
+    assert len(whole) == 3
+    assert whole[-1].trained_on == 60
+    assert published(1, restarts=True) == published(7, restarts=False) == whole
+    assert published(5, restarts=True, twice=True)[-1].parameters == whole[-1].parameters
+
+
+def test_a_corrected_and_a_retracted_orchestration_leave_the_version_that_would_have_been():
+    contents, _ = told(30, seed=9)
+    stage, plain = ValueStage(Pipeline(holdout=0.0)), ValueStage(Pipeline(holdout=0.0))
+    for each in (stage, plain):
+        each.restore({})
+
+    def rewarded(content: OrchestrationContent, team: int | None, revision: int) -> RewardsComputed:
+        return RewardsComputed(
+            orchestration_id=content.orchestration_id, revision=revision, orchestration_revision=1, rewards=(), team=team,
+            status="missing" if team is None else "final",
+        )  # fmt: skip
+
+    def revised(content: OrchestrationContent) -> OrchestrationRevised:
+        return OrchestrationRevised(
+            orchestration_id=content.orchestration_id,
+            revision=1,
+            complete=True,
+            content_hash="h",
+            content=content,
+        )
+
+    for n, content in enumerate(contents):
+        stage.process([as_record(revised(content)), as_record(rewarded(content, 123_456, 1))], 0)
+        if n % 3 == 0:
+            gone = OrchestrationRevised(
+                orchestration_id=content.orchestration_id, revision=2, complete=True, merged_into="other"
+            )
+            stage.process([as_record(gone)], 0)
+            continue
+        stage.process([as_record(rewarded(content, n * 1000, 2))], 0)
+        plain.process([as_record(revised(content)), as_record(rewarded(content, n * 1000, 1))], 0)
+    learners = [each._tenant("default").decisions for each in (stage, plain)]
+    assert len(learners[0].lessons) == 20
+    assert canonical_json(learners[0].parameters()) == canonical_json(learners[1].parameters())
