@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sdk_support import assembled, programs, recording, run_program
 
 from spanloop.pipeline.decisions.effects import Row, Statistics
 from spanloop.pipeline.decisions.learner import DecisionLearner, Lesson
+from spanloop.pipeline.decisions.objects import decisions_of
 from spanloop.pipeline.decisions.paths import Path, Point
 from spanloop.pipeline.decisions.stopping import fit_stopping
 from spanloop.schemas.canonical import MICRO, canonical_json
@@ -123,3 +127,24 @@ def test_stopping_is_total_finite_and_does_not_know_the_order(found, data):
     assert repr(again[1]) == repr(fitted[1])
     for value in fitted[0].margin.value + fitted[0].value.value:
         assert abs(value) < 1e9
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(programs)
+def test_every_told_decision_is_one_object_and_an_effect_or_a_reason_is_given(program):
+    with recording() as exporter:
+        asyncio.run(run_program(program))
+    (content,) = assembled(exporter)
+    found = decisions_of(content)
+    named = [item.event_id for item in found if item.event_id]
+    assert len(set(named)) == len(named)
+    told = {event.id: event.decision for event in content.events if event.decision is not None}
+    assert set(told) <= set(named)
+    for item in found:
+        assert item.status != "unidentified" or item.reason
+        assert (item.effect is None) == (item.status == "unidentified")
+        decision = told.get(item.event_id)
+        if decision is not None:
+            assert (item.kind, item.chosen) == (decision.kind, decision.chosen)
+            assert tuple(option.name for option in item.options) in (decision.options, ("stop", "continue"))
+    assert decisions_of(content) == found

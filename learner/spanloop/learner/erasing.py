@@ -18,7 +18,13 @@ from spanloop.pipeline.ports import Log, new_record
 from spanloop.pipeline.sealing.vault import Vault
 from spanloop.schemas import topics
 from spanloop.schemas.errors import SchemaError, SpanloopError
-from spanloop.schemas.events import OrchestrationRevised, SubjectErased, ValueModelPublished, decode
+from spanloop.schemas.events import (
+    DecisionModelPublished,
+    OrchestrationRevised,
+    SubjectErased,
+    ValueModelPublished,
+    decode,
+)
 from spanloop.schemas.settings import Settings
 
 __all__ = ["Plan", "erase", "plan_erasure", "subjects_of"]
@@ -195,6 +201,6 @@ def _value_models(log: Log, tenant: str, since_ns: int) -> tuple[str, ...]:
             event = decode(record.value)
         except SchemaError:
             continue
-        if isinstance(event, ValueModelPublished) and event.tenant == tenant:
+        if isinstance(event, ValueModelPublished | DecisionModelPublished) and event.tenant == tenant:
             found[event.version] = None
     return tuple(found)
