@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import lru_cache
 
 import numpy as np
 from _harness import write
@@ -85,6 +86,7 @@ def learn(log: Logged, mu: float | None, *, drafts: bool = True) -> tuple[Decisi
     return DecisionModel.read("d", "v", len(log), learner.parameters()), paths
 
 
+@lru_cache(maxsize=2)
 def fresh_plays(world: World, seed: int = 99) -> list[list[Round]]:
     rng = np.random.default_rng(seed)
     return [world.play(rng) for _ in range(FRESH)]
@@ -134,7 +136,7 @@ def hindsight(world: World, paths: list[Path]) -> float:
     return realised(plays, stop.reshape(FRESH, -1))[0]
 
 
-def hazard(world: World, paths: list[Path], steps: int = 150) -> float:
+def hazard(world: World, paths: list[Path], steps: int = 100) -> float:
     """A rival: a logistic stop probability by gradient ascent on the weighted value (METHODS 5.1 B)."""
     data = Paths(sorted(paths, key=lambda path: path.id))
     varies = np.nanstd(data.features, axis=0) > 0
