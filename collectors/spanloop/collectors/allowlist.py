@@ -108,6 +108,8 @@ gen_ai.task.input gen_ai.task.output
 _RECORDED = """
 langfuse.observation.input langfuse.observation.output mlflow.spanInputs mlflow.spanOutputs
 """
+_KEY_MAX = 256
+"""No longer key is on the list."""
 _EVENT_KEEP = frozenset({"role", "id", "index", "finish_reason", "name"})
 _TABLE: dict[str, str] = {}
 for _kind, _keys in (
@@ -134,22 +136,20 @@ _PATTERNS = (
 )
 
 
-@lru_cache(4096)
 def classify(key: str, event: bool = False) -> str:
     """KEEP, MESSAGES, RECORDED, LABELS, TREE or DROP for an attribute key; ``event``: of a GenAI message event.
 
     >>> classify("gen_ai.request.model"), classify("gen_ai.tool.call.arguments"), classify("customer.note")
     ('keep', 'tree', 'drop')
     """
+    return _classify(key, event) if len(key) < _KEY_MAX else DROP
+
+
+@lru_cache(4096)
+def _classify(key: str, event: bool) -> str:
     found = _TABLE.get(key)
     if found is not None:
         return found
-    if event and key in _EVENT_KEEP:
+    if (event and key in _EVENT_KEEP) or key.startswith(_KEEP_PREFIX):
         return KEEP
-    if len(key) < 256:
-        if key.startswith(_KEEP_PREFIX):
-            return KEEP
-        for pattern, kind in _PATTERNS:
-            if pattern.match(key):
-                return kind
-    return DROP
+    return next((kind for pattern, kind in _PATTERNS if pattern.match(key)), DROP)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-__all__ = ["HEX", "has_secret", "looks_like_label"]
+__all__ = ["HEX", "LABEL_MAX", "has_secret", "looks_like_label"]
 
+LABEL_MAX = 256
+"""Characters of the longest label; longer texts are not remembered either."""
 _LABEL = re.compile(r"[^\x00-\x1f\x7f\"'`<>{}=?&\\]{0,256}\Z")
 _SECRET = re.compile(
     r"[\w.+-]+@[\w-]+\.\w"  # e-mail
@@ -30,12 +32,12 @@ def looks_like_label(text: str) -> bool:
     >>> looks_like_label("chat fake-model"), looks_like_label("mail pat@example.com")
     (True, False)
     """
-    return HEX.match(text) is not None or _looks_like_label(text)
+    return HEX.match(text) is not None or (len(text) <= LABEL_MAX and _looks_like_label(text))
 
 
 @lru_cache(8192)
 def _looks_like_label(text: str) -> bool:
-    return len(text) <= 256 and _LABEL.match(text) is not None and not has_secret(text)
+    return _LABEL.match(text) is not None and not has_secret(text)
 
 
 def has_secret(text: str) -> bool:

@@ -125,6 +125,8 @@ def has_long_keys(span: Span) -> bool:
     """Whether a key of any attribute is longer than is kept."""
     if _longest(span.attributes) > _KEY_MAX or _longest(span.resource) > _KEY_MAX:
         return True
+    if not span.events and not span.links:
+        return False
     return any(_longest(part.attributes) > _KEY_MAX for part in (*span.events, *span.links))
 
 

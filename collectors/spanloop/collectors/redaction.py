@@ -15,12 +15,12 @@ import hashlib
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from spanloop.collectors.allowlist import DROP, KEEP, LABELS, MESSAGES, RECORDED, classify
-from spanloop.collectors.labels import HEX, has_secret, looks_like_label
+from spanloop.collectors.labels import HEX, LABEL_MAX, has_secret, looks_like_label
 from spanloop.collectors.workspace_key import workspace_key
 from spanloop.pipeline.otlp.decoded import FLAGS
 from spanloop.schemas.canonical import canonical_json
@@ -77,10 +77,32 @@ _MAX_DEPTH = 64
 _SHORT = 2_048
 _SHORT_MAX = 4_096
 """Texts up to the first are remembered with what became of them, up to so many: names of models and agents, schemas, tools."""
-_Short = dict[str, dict[str, tuple[str, Any]]]
-"""Key and value as they are written, by key and text as they came."""
+_SHAPES_MAX = 4 * 2**20
+"""Sets of keys are remembered with what becomes of each: so many characters of keys, each key counted as _COLUMN more."""
+_COLUMN = 256
 _REMEMBERED = range(64, 16_384)
 """Lengths of JSON texts whose result is remembered: tool definitions and histories come again and again."""
+
+
+class _Column(NamedTuple):
+    """What becomes of the values under one key among certain others."""
+
+    key: str
+    """As it came."""
+    written: str
+    """As it is written."""
+    plain: bool
+    """A count or an id in hex stays without a second look."""
+    texts: dict[str, Any] | None
+    """Short texts as they came, and what is written for them; None: not remembered."""
+
+
+class _Shape(NamedTuple):
+    """The keys of an attribute map: spans of one kind have the same, again and again."""
+
+    reserved: bool
+    """Whether there are some that a sender may not set."""
+    columns: list[_Column]
 
 
 class Redactor:
@@ -97,12 +119,15 @@ class Redactor:
         self._exact = frozenset(k for k in content.allow if not k.endswith("*"))
         self._prefixes = tuple(k[:-1] for k in content.allow if k.endswith("*"))
         self._remembered = lru_cache(512)(self._json_text)
-        self._clean_key = lru_cache(4096)(self._make_clean_key)
+        self._short_key = lru_cache(4096)(self._make_clean_key)
+        self._short_name = lru_cache(4096)(self._make_name)
         self._resource: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-        self._kept: tuple[set[str], set[str]] = (set(), set())
-        """Keys that are kept as labels, of spans and of events; a count or an id in hex there needs no second look."""
-        self._short: tuple[_Short, _Short] = ({}, {})
+        self._shapes: tuple[dict[tuple[str, ...], _Shape], dict[tuple[str, ...], _Shape]] = ({}, {})
+        """By the keys in their order, of spans and of events."""
+        self._short: tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]] = ({}, {})
+        """Short texts by key."""
         self._num_short = 0
+        self._shapes_size = 0
         self.reserved_removed = 0
 
     def span(self, span: Span, *, trusted: bool = False) -> Span:
@@ -110,32 +135,36 @@ class Redactor:
         if span.scope == GATEWAY and not trusted:
             self.reserved_removed += 1
             span = msgspec.structs.replace(span, scope="")
-        attributes, removed = (span.attributes, 0) if trusted else self._without_reserved(span.attributes)
+        attributes, removed = span.attributes, 0
+        shape = self._shape(attributes, event=False)
+        if shape.reserved and not trusted:
+            attributes, removed = self._without_reserved(attributes)
+            shape = self._shape(attributes, event=False)
         if self._keep_content:
             if not removed:
                 return span
             return msgspec.structs.replace(
                 span, attributes=attributes, dropped_attributes=span.dropped_attributes + removed
             )
-        return Span(
-            trace_id=span.trace_id,
-            span_id=span.span_id,
-            name=self._name(span.name),
-            start_ns=span.start_ns,
-            end_ns=span.end_ns,
-            parent_span_id=span.parent_span_id,
-            kind=span.kind,
-            status=span.status,
-            status_message=self.text_stand_in(span.status_message) if span.status_message else "",
-            attributes=self._attributes(attributes),
-            events=tuple(self._event(event) for event in span.events) if span.events else (),
-            links=tuple(SpanLink(x.trace_id, x.span_id, self._attributes(x.attributes)) for x in span.links)
+        return Span(  # by position: names cost as much as the rest of it
+            span.trace_id,
+            span.span_id,
+            self._name(span.name),
+            span.start_ns,
+            span.end_ns,
+            span.parent_span_id,
+            span.kind,
+            span.status,
+            self.text_stand_in(span.status_message) if span.status_message else "",
+            self._written(attributes, shape.columns, event=False),
+            tuple(self._event(event) for event in span.events) if span.events else (),
+            tuple(SpanLink(x.trace_id, x.span_id, self._attributes(x.attributes)) for x in span.links)
             if span.links
             else (),
-            scope=self._name(span.scope),
-            scope_version=self._name(span.scope_version),
-            resource=self._of_resource(span.resource),
-            dropped_attributes=span.dropped_attributes + removed,
+            self._name(span.scope),
+            self._name(span.scope_version),
+            self._of_resource(span.resource),
+            span.dropped_attributes + removed,
         )
 
     def text(self, text: str) -> Any:
@@ -151,6 +180,9 @@ class Redactor:
         return f"redacted:{len(text)}:{self._hmac(text)}"
 
     def _name(self, name: str) -> str:
+        return self._short_name(name) if len(name) <= LABEL_MAX else self.text_stand_in(name)
+
+    def _make_name(self, name: str) -> str:
         return name if len(name.split()) <= 6 and looks_like_label(name) else self.text_stand_in(name)
 
     def _of_resource(self, resource: dict[str, Any]) -> dict[str, Any]:
@@ -166,67 +198,84 @@ class Redactor:
         return SpanEvent(self._name(event.name), event.t_ns, self._attributes(event.attributes, genai))
 
     def _without_reserved(self, attributes: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        if RESERVED not in " ".join(attributes):
-            return attributes, 0
-        bad = [
-            k
-            for k in attributes
-            if k.startswith(RESERVED) and k not in _SENDERS_OWN and not k.startswith(PREFIX)
-        ]
-        if not bad:
-            return attributes, 0
+        bad = {key for key in attributes if _is_reserved(key)}
         self.reserved_removed += len(bad)
         return {k: v for k, v in attributes.items() if k not in bad}, len(bad)
 
-    def _attributes(self, attributes: dict[str, Any], event: bool = False) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        short, kept = self._short[event], self._kept[event]
-        for key, value in attributes.items():
-            kind = type(value)
-            if kind is str:
-                texts = short.get(key)
-                pair = texts.get(value) if texts is not None else None
-                if pair is None:
-                    if key in kept and HEX.match(value):
-                        found[key] = value
-                        continue
-                    pair = self._attribute(key, value, attributes, event=event)
-                    if len(value) <= _SHORT and key != "name":
-                        self._remember_short(short, key, value, pair)
-                found[pair[0]] = pair[1]
-            elif kind is int and key in kept:
-                found[key] = value
-            else:
-                key, value = self._attribute(key, value, attributes, event=event)  # noqa: PLW2901
-                found[key] = value
+    def _shape(self, attributes: dict[str, Any], *, event: bool) -> _Shape:
+        keys = tuple(attributes)
+        return self._shapes[event].get(keys) or self._new_shape(keys, event=event)
+
+    def _new_shape(self, keys: tuple[str, ...], *, event: bool) -> _Shape:
+        self._shapes_size += sum(map(len, keys)) + _COLUMN * len(keys)
+        if self._shapes_size > _SHAPES_MAX:
+            self._shapes_size = self._num_short = 0
+            for known in (*self._shapes, *self._short):
+                known.clear()
+        columns = [self._column(key, event=event) for key in keys]
+        found = self._shapes[event][keys] = _Shape(any(map(_is_reserved, keys)), columns)
         return found
 
-    def _remember_short(self, short: _Short, key: str, value: str, pair: tuple[str, Any]) -> None:
+    def _column(self, key: str, *, event: bool) -> _Column:
+        if self._is_allowed(key):
+            return _Column(key, key, plain=True, texts=None)
+        kind = classify(key, event)
+        written = self._clean_key(key) if kind is DROP else key
+        texts = self._short[event].setdefault(key, {}) if key != "name" else None
+        return _Column(key, written, kind is KEEP, texts)
+
+    def _is_allowed(self, key: str) -> bool:
+        """Whether the deployment lets the key through as it is."""
+        return key in self._exact or (bool(self._prefixes) and key.startswith(self._prefixes))
+
+    def _attributes(self, attributes: dict[str, Any], event: bool = False) -> dict[str, Any]:
+        return self._written(attributes, self._shape(attributes, event=event).columns, event=event)
+
+    def _written(self, attributes: dict[str, Any], columns: list[_Column], *, event: bool) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for (key, written, plain, texts), value in zip(columns, attributes.values(), strict=True):
+            kind = type(value)
+            if kind is str:
+                new = texts.get(value) if texts is not None else None
+                if new is None:
+                    if plain and HEX.match(value):
+                        new = value
+                    else:
+                        new = self._attribute(key, value, attributes, event=event)
+                        if texts is not None and len(value) <= _SHORT:
+                            self._remember_short(texts, value, new)
+            elif kind is int and plain:
+                new = value
+            else:
+                new = self._attribute(key, value, attributes, event=event)
+            found[written] = new
+        return found
+
+    def _remember_short(self, texts: dict[str, Any], value: str, new: Any) -> None:
         if self._num_short >= _SHORT_MAX:
             self._num_short = 0
-            for texts in self._short:
-                texts.clear()
+            for by_key in self._short:
+                for known in by_key.values():
+                    known.clear()
         self._num_short += 1
-        short.setdefault(key, {})[value] = pair
+        texts[value] = new
 
-    def _attribute(self, key: str, value: Any, attributes: dict[str, Any], *, event: bool) -> tuple[str, Any]:
-        """One attribute as it may be written. Only the key "name" looks at its neighbours."""
-        if key in self._exact or (self._prefixes and key.startswith(self._prefixes)):
-            return key, value
+    def _attribute(self, key: str, value: Any, attributes: dict[str, Any], *, event: bool) -> Any:
+        """The value of one attribute as it may be written. Only the key "name" looks at its neighbours."""
+        if self._is_allowed(key):
+            return value
         kind = classify(key, event)
-        if kind is KEEP and len(self._kept[event]) < _SHORT_MAX:
-            self._kept[event].add(key)
         if kind is KEEP or (kind is DROP and key == "name" and "logfire.msg_template" in attributes):
-            return key, self._keep(value)
+            return self._keep(value)
         if kind is LABELS:
-            return key, self._label_json(value)
+            return self._label_json(value)
         if kind is RECORDED:
-            return key, self._json(value, self._recorded, 0)
+            return self._json(value, self._recorded, 0)
         if kind is not DROP:
-            return key, self._json(value, self._messages if kind is MESSAGES else self._top, 0)
+            return self._json(value, self._messages if kind is MESSAGES else self._top, 0)
         if key in _TEMPLATES and type(value) is str and len(value) <= 256 and not has_secret(value):
-            return key, value
-        return self._clean_key(key), self._drop(value)
+            return value
+        return self._drop(value)
 
     def _keep(self, value: Any) -> Any:
         kind = type(value)
@@ -246,6 +295,9 @@ class Redactor:
 
     def _hmac(self, text: str) -> str:
         return hashlib.blake2b(text.encode(), key=self._key, digest_size=16).hexdigest()
+
+    def _clean_key(self, key: str) -> str:
+        return self._short_key(key) if len(key) <= LABEL_MAX else f"redacted:{self._hmac(key)}"
 
     def _make_clean_key(self, key: str) -> str:
         return key if _KEY.match(key) and not has_secret(key) else f"redacted:{self._hmac(key)}"
@@ -342,6 +394,11 @@ class Redactor:
                 for k, v in value.items()
             }
         return self._drop(value)
+
+
+def _is_reserved(key: str) -> bool:
+    """Whether a sender may not set the attribute."""
+    return key.startswith(RESERVED) and key not in _SENDERS_OWN and not key.startswith(PREFIX)
 
 
 def _are_messages(value: Any) -> bool:

@@ -79,24 +79,25 @@ def _span(raw: Any, origin: Origin, depth: int) -> Span:
     if flags:
         with_flags(attributes, flags)
     status = raw.status
+    message = status.message
     kind = raw.kind
-    return Span(
-        trace_id=trace_id,
-        span_id=span_id,
-        name=raw.name.decode(),
-        start_ns=start,
-        end_ns=end,
-        parent_span_id=hex_id(parent, 8, "parent span id") if any(parent) else None,
-        kind=kind if 0 <= kind <= 5 else 0,
-        status=_STATUS.get(status.code, "unset"),
-        status_message=status.message.decode(),
-        attributes=attributes,
-        events=span_events,
-        links=span_links,
-        scope=origin.scope,
-        scope_version=origin.version,
-        resource=origin.resource,
-        dropped_attributes=raw.dropped_attributes_count,
+    return Span(  # by position: names cost as much as the rest of it
+        trace_id,
+        span_id,
+        raw.name.decode(),
+        start,
+        end,
+        hex_id(parent, 8, "parent span id") if parent.strip(b"\0") else None,
+        kind if 0 <= kind <= 5 else 0,
+        _STATUS.get(status.code, "unset"),
+        message.decode() if message else "",
+        attributes,
+        span_events,
+        span_links,
+        origin.scope,
+        origin.version,
+        origin.resource,
+        raw.dropped_attributes_count,
     )
 
 
@@ -126,8 +127,9 @@ def _links(raw: Any, depth: int, flags: list[str]) -> tuple[SpanLink, ...]:
 
 def _attributes(raw: Iterable[bytes], depth: int, flags: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    known, short = _known.get, _SHORT
     for part in raw:
-        pair = _known.get(part)
+        pair = known(part) if len(part) <= short else None
         if pair is None:
             pair = _pair(part, depth, flags)
         found[pair[0]] = pair[1]

@@ -38,6 +38,7 @@ MAX_NESTING = 64
 MAX_TIME_NS = 2**63 - 1
 """Latest time that every reader behind us (SQL, Arrow) can hold: the year 2262."""
 
+_ZEROS = (bytes(8), bytes(16))
 _NON_FINITE = {"inf": "Infinity", "-inf": "-Infinity", "nan": "NaN"}
 
 
@@ -81,7 +82,7 @@ def hex_id(raw: bytes, size: int, what: str) -> str:
     if len(raw) != size:
         state = "is missing" if not raw else f"has {len(raw)} bytes"
         raise BadSpanError(f"{what} {state}, expected {size} bytes ({2 * size} hex digits)", "id")
-    if not any(raw):
+    if raw in _ZEROS:
         raise BadSpanError(f"{what} is all zero", "id")
     return raw.hex()
 
