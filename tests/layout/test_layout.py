@@ -35,7 +35,7 @@ def test_every_package_folder_is_in_the_wheel():
 def test_every_verb_has_help_with_an_example():
     from click.testing import CliRunner
 
-    from spanloop.schemas.cli import _cli
+    from spanloop.schemas.verbs import _cli
 
     runner = CliRunner()
     verbs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["spanloop.cli"]

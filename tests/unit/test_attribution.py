@@ -32,10 +32,10 @@ from spanloop.pipeline.log.open import open_log
 from spanloop.pipeline.runtimes.embedded import run_to_end
 from spanloop.pipeline.runtimes.process import build_stages
 from spanloop.pipeline.state.memory import MemoryState
-from spanloop.schemas.cli import _cli
 from spanloop.schemas.events import CreditNode
 from spanloop.schemas.settings import load_settings
 from spanloop.schemas.spans import Span
+from spanloop.schemas.verbs import _cli
 
 PLAN = "The warehouse keeps crates in rows. We shall count the crates and report how many there are in total today."
 CODE = "```python\nprint(count(crates))\n```\nThis reads the register and prints how many crates there are in it."

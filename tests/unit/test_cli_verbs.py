@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from spanloop.schemas import cli
+from spanloop.schemas import cli, verbs
 from spanloop.schemas.errors import SpanloopError
 
 
 def test_the_short_way_finds_what_the_long_way_finds():
     own = {e.name: e.value for e in entry_points(group="spanloop.cli") if e.value.startswith("spanloop.")}
     assert own
-    assert cli._own_verbs() == own
+    assert verbs._own_verbs() == own
 
 
 def test_without_an_installation_there_is_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "missing")])
-    assert cli._own_verbs() == {}
+    assert verbs._own_verbs() == {}
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_disk_that_refuses_is_one_line(
     def refuses(**_: object) -> None:
         raise OSError(number, os.strerror(number), "some/folder")
 
-    monkeypatch.setattr(cli._cli, "main", refuses)
+    monkeypatch.setattr(verbs._cli, "main", refuses)
     monkeypatch.setattr(sys, "argv", ["spanloop"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -60,7 +60,7 @@ def test_an_error_does_not_steer_the_terminal(
     def refuses(**_: object) -> None:
         raise SpanloopError("no agent \x1b]0;x\x07 here\nnext line")
 
-    monkeypatch.setattr(cli._cli, "main", refuses)
+    monkeypatch.setattr(verbs._cli, "main", refuses)
     monkeypatch.setattr(sys, "argv", ["spanloop"])
     with pytest.raises(SystemExit):
         cli.main()

@@ -15,8 +15,8 @@ from spanloop.pipeline.log.open import open_log
 from spanloop.pipeline.pomdp import active_at, pomdp_of
 from spanloop.pipeline.ports import new_record
 from spanloop.schemas.canonical import canonical_json
-from spanloop.schemas.cli import _cli
 from spanloop.schemas.settings import load_settings
+from spanloop.schemas.verbs import _cli
 
 ACTIONS = ("spawn", "delegate", "message", "tool_call", "aggregate", "return", "stop")
 

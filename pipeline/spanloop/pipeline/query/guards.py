@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import resource
 import struct
 import sys
@@ -183,7 +182,7 @@ def _filter(architecture: int, column: int) -> list[tuple[int, int, int, int]]:
 def confine_syscalls() -> list[str]:
     """No socket, no process, no signal to others, no file opened for writing, no change of any name. Call it before threads
     are made; they inherit it. Returns what is in force."""
-    known = _ARCHITECTURES.get(platform.machine())
+    known = _ARCHITECTURES.get(os.uname().machine)
     if sys.platform != "linux" or known is None:
         return []
     architecture, seccomp, column = known
