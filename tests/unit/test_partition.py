@@ -16,7 +16,7 @@ from spanloop.pipeline.runtimes.partition import Partition
 from spanloop.pipeline.state.snapshots import Snapshots
 from spanloop.schemas import topics
 from spanloop.schemas.errors import TerminalError, TransientError
-from spanloop.schemas.events import FeedbackReceived, decode
+from spanloop.schemas.events import FeedbackReceived, decode, encode
 
 
 class Counting:
@@ -202,3 +202,31 @@ def test_work_without_progress_has_a_beginning(world):
     world.put(b"a", b"b", b"c", b"d")
     found.offer(world.records())
     assert (found.metrics.since, found.metrics.doing) == (0.0, "")
+
+
+class Observing(Counting):
+    """Takes note of what it published before."""
+
+    output_partition = 0
+
+    def restore(self, entries):
+        super().restore(entries)
+        self.seen = []
+
+    def observe(self, record):
+        self.seen.append(decode(record.value).event_id)
+
+
+def test_what_somebody_else_wrote_among_the_outputs_does_not_stop_a_recovery(world, caplog):
+    good = FeedbackReceived(feedback_id="1", target_kind="trace", target_id="t", value=1.0)
+    values = [b"", b"\x00\xff", b"[" * 500, encode(good), b'{"type":"nope","version":1}']
+    world.log.append(
+        [NewRecord(topics.ORCHESTRATIONS, "acme/k", f"o{n}", v, 0) for n, v in enumerate(values)]
+    )
+    stage = Observing()
+    found = Partition(
+        (topics.OPERATIONS,), stage, world.log, world.snapshots.open("o"), world.clock, batch_max=8
+    )
+    found.recover()
+    assert stage.seen == [good.event_id]
+    assert caplog.text.count("orchestrations offset") == 4

@@ -36,7 +36,7 @@ from spanloop.pipeline.runtimes.counting import FOLD_BUCKETS, PartitionMetrics
 from spanloop.pipeline.runtimes.folding import fold, where
 from spanloop.pipeline.state.snapshots import Chain
 from spanloop.schemas import topics
-from spanloop.schemas.errors import SpanloopError, TerminalError, TransientError
+from spanloop.schemas.errors import SchemaError, SpanloopError, TerminalError, TransientError
 from spanloop.schemas.events import DeadLettered, Event
 from spanloop.schemas.operations import OperationsRead
 
@@ -142,11 +142,18 @@ class Partition:
                 break
             for record in records:
                 if record.offset <= upto:
-                    stage.observe(record)
+                    self._note(stage, record)
                     seen += 1
             after = records[-1].offset
         self._written[source] = max(self._written.get(source, -1), upto)
         return seen
+
+    def _note(self, stage: Any, record: LogRecord) -> None:
+        """Take note of one output. What is no event was written by somebody else: it is nobody's output, and no reason to stand still."""
+        try:
+            stage.observe(record)
+        except SchemaError as exc:
+            _log.warning("%s offset %d is passed over: %s", record.source, record.offset, exc.message[:200])
 
     def catch_up(self) -> int:
         """Fold what is on the log behind the state, without waiting for it to be delivered."""
