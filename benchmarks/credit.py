@@ -6,7 +6,8 @@ RUNS (default 200) worlds or logs are drawn of each kind. Reported: mean absolut
 draws of a unit; units told apart by their truth), Spearman, sign accuracy, coverage of 90 %
 intervals, efficiency error in micro-credits, seconds. Written to benchmarks/results/credit.json.
 Expected: exact errors <= 1e-9, coverage 0.85-0.95, efficiency error 0, G2 mean errors <= 0.02 and 0.05, G3 `unidentified` in the
-deterministic mode. G5's worlds are here for a stopping estimator to be scored on; none of this package's estimators stops.
+deterministic mode. G2 asks for the mean error, not the mean absolute one: the error of a unit's mean over all draws. G5 is scored by
+benchmarks/stopping.py, large orchestrations by benchmarks/credit_scale.py.
 """
 
 from __future__ import annotations

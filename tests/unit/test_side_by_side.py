@@ -6,12 +6,15 @@ import msgspec
 import numpy as np
 import pytest
 
+from spanloop.pipeline.credit import value_model
 from spanloop.pipeline.credit.anchors import Choice
 from spanloop.pipeline.credit.asking import Asking
 from spanloop.pipeline.credit.cast import cast_of
 from spanloop.pipeline.credit.estimates import estimate, lessons
 from spanloop.pipeline.credit.ledger import build_ledger, check_ledger
+from spanloop.pipeline.credit.progress import Bag
 from spanloop.pipeline.credit.states import State, step_feature
+from spanloop.pipeline.credit.value_model import StepReader, ValueModel
 from spanloop.pipeline.credit.value_training import Example, ValueTrainer
 from spanloop.schemas.orchestration import (
     Agent,
@@ -199,3 +202,18 @@ def test_turn_level_gae_by_name():
     assert check_ledger(ledger.nodes, 1_000_000, ledger.baseline) == []
     turns = [n for n in ledger.nodes if n.unit == "message"]
     assert [(n.raw, n.estimator) for n in turns] == [(a, "gae/1") for a in (565_500, 490_000, 200_000)]
+
+
+def test_counted_and_gathered_embeddings_sum_to_the_same_bits(monkeypatch: pytest.MonkeyPatch):
+    model = ValueModel.fresh(512)
+    model.add_features([range(900)])
+    rng = np.random.default_rng(0)
+    asked = [
+        (Bag(None, 0, rng.permutation(900)[:20].tolist()), rng.permutation(900)[:150].tolist())
+        for _ in range(300)
+    ]
+    counted = StepReader(model).predict(asked)
+    monkeypatch.setattr(value_model, "DENSE_FROM", 10**9)
+    gathered = StepReader(model).predict(asked)
+    assert counted[0] == gathered[0]
+    assert (counted[1] == gathered[1]).all()

@@ -30,6 +30,8 @@ BLOCK = 256
 """Rows of one matrix product in ``predict``; a constant, because BLAS may sum differently for other shapes."""
 VALUE_LIMIT = 1e6
 QUANTA = 2.0**24
+DENSE_FROM = 20_000
+"""Features in a block from which they are counted and multiplied instead of gathered."""
 KIND = "bag_mlp/1"
 INPUT_SCALE = 14.0
 """Features of a typical state; sets the scale of new rows."""
@@ -215,7 +217,13 @@ class StepReader:
             starts.append(len(index))
             index += self._model.rows_of(state)
             index.append(-1)
-        return np.add.reduceat(self._flat[index], starts, axis=0)
+        if len(index) < DENSE_FROM:
+            return np.add.reduceat(self._flat[index], starts, axis=0)
+        # Many states of few features: count the features of each and multiply. Sums are exact, so both ways give the same.
+        rows, place = np.unique(index, return_inverse=True)
+        state_of = np.repeat(np.arange(len(states)), np.diff([*starts, len(index)]))
+        counts = np.bincount(state_of * len(rows) + place.reshape(-1), minlength=len(states) * len(rows))
+        return counts.reshape(len(states), len(rows)).astype(np.float64) @ self._flat[rows]
 
     def _vector(self, bag: Bag) -> Floats:
         chain: list[Bag] = []
