@@ -11,24 +11,29 @@ import platform
 import shutil
 import sqlite3
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from spanloop.pipeline.credit.residuals import alarm, levels_of
 from spanloop.pipeline.learnable import Deployment, examine
 from spanloop.pipeline.log.scan import scan
 from spanloop.pipeline.log.sqlite import SqliteLog
+from spanloop.pipeline.ports import LogRecord
 from spanloop.pipeline.workspace import SERVERS, check_port, process_name, read_run
 from spanloop.schemas import topics
 from spanloop.schemas.errors import SpanloopError
+from spanloop.schemas.events import CreditAssigned, decode
 from spanloop.schemas.settings import Settings
 
 __all__ = ["EXAMINED", "RECORDS_MAX", "Check", "Diagnosis", "dead_letter_checks", "diagnose", "lines"]
 
 DISK_LOW = 2**30
 DISK_NONE = 100 * 2**20
+LEDGERS_MAX = 2_000
+"""Newest ledgers whose residuals are looked at."""
 RECORDS_MAX = 50_000
 """Newest records of a topic that are looked at."""
 EXAMINED = (topics.SPANS, topics.ORCHESTRATIONS, topics.FEEDBACK)
@@ -106,10 +111,32 @@ def _log_checks(settings: Settings, found: Diagnosis) -> Iterator[Check]:
             "log", "ok", f"{settings.database}: {sum(found.records.values())} records, {size:.1f} MiB"
         )
         yield from dead_letter_checks(found)
+        credits_after = {topics.CREDITS: log.nth_last(topics.CREDITS, LEDGERS_MAX)}
+        yield from credit_checks(scan(log, (topics.CREDITS,), after=credits_after))
     except SpanloopError as exc:
         yield Check("log", "fail", exc.message)
     finally:
         log.close()
+
+
+def credit_checks(records: Iterable[LogRecord]) -> Iterator[Check]:
+    """Whether what the ledger's estimates leave over looks like noise."""
+    last: dict[str, CreditAssigned] = {}
+    for record in records:
+        event = decode(record.value)
+        if isinstance(event, CreditAssigned):
+            last[event.key] = event
+    levels = levels_of(last.values())
+    if not levels:
+        return
+    alarms = [text for text in map(alarm, levels) if text]
+    for text in alarms:
+        yield Check("credit", "warn", text)
+    if not alarms:
+        told = ", ".join(f"{level.name} {level.mean:+.3f}" for level in levels)
+        yield Check(
+            "credit", "ok", f"mean residuals of {len(last)} ledgers: {told} (z; environment: units of reward)"
+        )
 
 
 def dead_letter_checks(found: Diagnosis) -> Iterator[Check]:
