@@ -25,9 +25,13 @@ def ledger(rng: random.Random, n: int, *, bias: float = 0.0, chance: float = 0.0
     )  # fmt: skip
 
 
-def said(**more: float) -> list[str]:
+def said(*, bias: float = 0.0, chance: float = 0.0) -> list[str]:
     rng = random.Random(0)
-    return [text for level in levels_of(ledger(rng, n, **more) for n in range(300)) if (text := alarm(level))]
+    return [
+        text
+        for level in levels_of(ledger(rng, n, bias=bias, chance=chance) for n in range(300))
+        if (text := alarm(level))
+    ]
 
 
 def test_noise_is_no_alarm_and_z_has_the_spread_that_was_promised():
