@@ -23,6 +23,7 @@ import math
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import pairwise
+from typing import cast as as_type
 
 from spanloop.pipeline.credit.anchors import (
     DEFAULT,
@@ -86,7 +87,8 @@ def estimate(
     valued = _valued(cast)
     if valued:
         return _from_tokens(cast, valued, reward, _Reader(value, encode))
-    values = value if isinstance(value, StepValues) else Plain(value)
+    # not isinstance: a protocol's members are looked up anew at each question, which costs as much as an estimate
+    values = as_type(StepValues, value) if hasattr(value, "members") else Plain(value)
     return estimate_steps(cast, reward, values, choice, kept=kept, touched=touched)
 
 

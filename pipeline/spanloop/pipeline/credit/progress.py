@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from spanloop.pipeline.credit.anchors import Value
 from spanloop.pipeline.credit.states import COUNT_MAX, State, step_feature
 
-__all__ = ["Bag", "Plain", "StepValues", "features_of", "key_of", "written_out"]
+__all__ = ["Bag", "Plain", "StepValues", "features_of", "key_of", "variance_of", "written_out"]
 
 Floats = NDArray[np.float64]
 
@@ -60,7 +60,6 @@ def key_of(feature: int) -> int:
     return int.from_bytes(hashlib.blake2b(feature.to_bytes(8, "little"), digest_size=12).digest(), "little")
 
 
-@runtime_checkable
 class StepValues(Protocol):
     """V of states that are told as chains."""
 
@@ -78,6 +77,17 @@ class StepValues(Protocol):
     def members(self, key: int) -> Floats | None:
         """What each member of an ensemble says of a state that was asked for, units; None: there is only one voice."""
         ...
+
+
+def variance_of(told: Floats) -> float:
+    """Unbiased variance of what the members of an ensemble say, shape (members,): ``numpy.var`` to the last bit, without what that
+    does for other shapes.
+
+    >>> variance_of(np.array([1.0, 2.0, 4.0])) == np.var(np.array([1.0, 2.0, 4.0]), ddof=1)
+    True
+    """
+    from_mean = told - np.add.reduce(told) / len(told)
+    return float(np.add.reduce(from_mean * from_mean) / (len(told) - 1))
 
 
 class Plain:

@@ -12,6 +12,7 @@ on values.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from math import factorial
 
 import msgspec
@@ -24,7 +25,7 @@ from spanloop.pipeline.credit.estimators.owen import owen, sample_owen
 from spanloop.pipeline.credit.estimators.precedence import precedence_shapley, sample_spawn_tree
 from spanloop.pipeline.credit.estimators.shapley import sample_shapley
 from spanloop.pipeline.credit.leave_one_out import leave_one_out
-from spanloop.pipeline.credit.progress import Bag, StepValues, features_of
+from spanloop.pipeline.credit.progress import Bag, StepValues, features_of, variance_of
 from spanloop.pipeline.credit.reconcile import reconcile
 from spanloop.pipeline.credit.states import COUNT_MAX
 from spanloop.schemas.canonical import MICRO, digest
@@ -235,7 +236,7 @@ def _played(
     if len(playing) == 1:
         (nothing, key), (alone, key_alone) = (game.at(chosen) for chosen in ((), playing))
         told = game.members([key, key_alone])
-        spread = 0.0 if told is None else float(np.var(told[1] - told[0], ddof=1))
+        spread = 0.0 if told is None else variance_of(told[1] - told[0])
         return [_Share(alone - nothing, spread, VALUE_DIFFERENCE)]
     before, unions = _order(works, playing)
     if len(playing) <= EXACT_MAX:
@@ -307,6 +308,7 @@ def _enumerated(
     ]
 
 
+@cache
 def _solve_shapley(count: int) -> Callable[[Floats], Floats]:
     """Shapley values with integer weights, so that those of integer games are exact whatever the order of the players."""
     weights = np.array([factorial(k) * factorial(count - k - 1) for k in range(count)], dtype=np.float64)

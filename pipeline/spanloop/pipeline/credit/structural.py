@@ -27,7 +27,7 @@ from spanloop.pipeline.credit.anchors import (
 )
 from spanloop.pipeline.credit.cast import UNATTRIBUTED, Cast, role_of
 from spanloop.pipeline.credit.estimators.gae import gae
-from spanloop.pipeline.credit.progress import Bag, Plain, StepValues, features_of, written_out
+from spanloop.pipeline.credit.progress import Bag, Plain, StepValues, features_of, variance_of, written_out
 from spanloop.pipeline.credit.sharing import (
     COALITIONS_ALL,
     COALITIONS_MAX,
@@ -346,7 +346,7 @@ def _inside(values: StepValues, base: Bag, room: Amounts, work: Work, *, active:
     for step, amount in added.items():
         variance = 0.0
         if voices and step in spreads:
-            variance = float(np.var(spreads[step] / len(orders), ddof=1))
+            variance = variance_of(spreads[step] / len(orders))
             variance = 0.0 if variance < 1e-24 else variance
         weight = variance if voices else (amount / MICRO) ** 2
         found[step] = Anchored(amount, weight, amount, variance, VALUE_DIFFERENCE)
