@@ -2,7 +2,8 @@
 
 ``Orchestration`` is *content*: for any order, duplication, batching and delay of the same spans it is
 the same canonical JSON. Revision numbers, completeness and processing times live outside, on the event
-that carries it (``events.OrchestrationRevised``).
+that carries it (``events.OrchestrationRevised``). The structs are trees of texts and numbers, so that the garbage collector need not
+look at them (``gc=False``).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ EDGE_TYPES = (
 )
 
 
-class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
+class Decision(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """What was decided, among what, and how likely each option was when it was drawn."""
 
     kind: str
@@ -57,7 +58,7 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the decider saw, as (name, number), sorted by name: vote_margin, verifier_score, budget_left, ..."""
 
 
-class OrchestrationEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+class OrchestrationEvent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One thing that happened, with the evidence and the rule that inferred it."""
 
     id: str
@@ -93,7 +94,7 @@ class OrchestrationEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     was told apart from its act, or was not to act."""
 
 
-class Edge(msgspec.Struct, frozen=True):
+class Edge(msgspec.Struct, frozen=True, gc=False):
     """Directed edge between two events; ``type`` is one of EDGE_TYPES."""
 
     src: str
@@ -101,7 +102,7 @@ class Edge(msgspec.Struct, frozen=True):
     type: str
 
 
-class Agent(msgspec.Struct, frozen=True, omit_defaults=True):
+class Agent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One agent instance (a run), not an agent's name: two runs of ``researcher`` are two agents."""
 
     id: str
@@ -120,14 +121,14 @@ class Agent(msgspec.Struct, frozen=True, omit_defaults=True):
     """Fingerprint of the run's harness as its own process tells it."""
 
 
-class MenuOption(msgspec.Struct, frozen=True, array_like=True):
+class MenuOption(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One option that was open at a response token, with its behaviour log-probability (float32, nats)."""
 
     token_id: int
     logprob: float
 
 
-class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
+class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """A tool call that a model asked for. The span that executed it is found by ``id``."""
 
     id: str
@@ -137,7 +138,7 @@ class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
     for approval); empty: no span says."""
 
 
-class ModelCall(msgspec.Struct, frozen=True, omit_defaults=True):
+class ModelCall(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One model call (a turn): the framework's span and the gateway's span of it are one call.
 
     Token arrays have one entry for each response token. They are content: present only where the
@@ -176,7 +177,7 @@ class ModelCall(msgspec.Struct, frozen=True, omit_defaults=True):
     themselves are then filled in only while rewards and samples are derived."""
 
 
-class TokenUsage(msgspec.Struct, frozen=True, omit_defaults=True):
+class TokenUsage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Sums over innermost model calls, each response id once. ``unknown_calls`` had no usage."""
 
     input: int = 0
@@ -185,7 +186,7 @@ class TokenUsage(msgspec.Struct, frozen=True, omit_defaults=True):
     unknown_calls: int = 0
 
 
-class OrchestrationContent(msgspec.Struct, frozen=True, omit_defaults=True):
+class OrchestrationContent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """What happened in one orchestration. Everything is sorted: events by (t_ns, rank, id), edges by value."""
 
     orchestration_id: str

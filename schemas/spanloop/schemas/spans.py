@@ -31,7 +31,7 @@ def redacted(length: int, hmac: str) -> Redacted:
     return {"$redacted": length, "$hmac": hmac}
 
 
-class SpanEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+class SpanEvent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """A timed event inside a span (exception, deprecated message events)."""
 
     name: str
@@ -39,7 +39,7 @@ class SpanEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     attributes: dict[str, JsonValue] = {}
 
 
-class SpanLink(msgspec.Struct, frozen=True, omit_defaults=True):
+class SpanLink(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """A link to another span, possibly of another trace."""
 
     trace_id: str
@@ -47,7 +47,7 @@ class SpanLink(msgspec.Struct, frozen=True, omit_defaults=True):
     attributes: dict[str, JsonValue] = {}
 
 
-class Span(msgspec.Struct, frozen=True, omit_defaults=True):
+class Span(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One finished operation. ``start_ns``/``end_ns`` are raw: never corrected, end may precede start."""
 
     trace_id: str

@@ -183,7 +183,7 @@ class Component:
                 yield decode_operation(encoded)
 
 
-class Seen(msgspec.Struct, frozen=True):
+class Seen(msgspec.Struct, frozen=True, gc=False):
     """An operation as one end of a piece of evidence."""
 
     trace_id: str

@@ -2,7 +2,8 @@
 
 Operations are small (no texts, only keyed or plain hashes of them), so they are what the stage keeps in its
 state. Invariant: equal spans give equal operations and equal ``encode_operation`` bytes, whatever their
-attribute order. Fields are only ever appended: the encoding is an array, and old state must stay readable.
+attribute order. Fields are only ever appended: the encoding is an array, and old state must stay readable. The garbage collector
+does not look at them (``gc=False``): they are frozen trees of texts and numbers, and there are very many.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ KINDS = (
 """note: says something of the operation that it stands under, and is nothing itself. human: a person took part."""
 
 
-class Asked(msgspec.Struct, frozen=True, array_like=True):
+class Asked(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A tool call in a model's answer."""
 
     id: str
     name: str
 
 
-class GatewayFacts(msgspec.Struct, frozen=True, array_like=True):
+class GatewayFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What only the gateway knows of a model call. Token fields are empty unless the deployment opted in."""
 
     policy_version: str = ""
@@ -66,7 +67,7 @@ class GatewayFacts(msgspec.Struct, frozen=True, array_like=True):
     """The token arrays under the key of their trace; they are then empty."""
 
 
-class CallFacts(msgspec.Struct, frozen=True, array_like=True):
+class CallFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A model call."""
 
     model: str = ""
@@ -90,7 +91,7 @@ class CallFacts(msgspec.Struct, frozen=True, array_like=True):
     """``text_hash`` of the answer's first text; of an answer that only asks for tool calls, a hash of their ids."""
 
 
-class ToolFacts(msgspec.Struct, frozen=True, array_like=True):
+class ToolFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A tool's execution."""
 
     tool: str
@@ -102,7 +103,7 @@ class ToolFacts(msgspec.Struct, frozen=True, array_like=True):
     """``text_hash`` of each text among the arguments."""
 
 
-class AgentFacts(msgspec.Struct, frozen=True, array_like=True):
+class AgentFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An agent's run."""
 
     task_hash: str = ""
@@ -128,7 +129,7 @@ class AgentFacts(msgspec.Struct, frozen=True, array_like=True):
     """It ended to have tool calls approved."""
 
 
-class Handover(msgspec.Struct, frozen=True, array_like=True):
+class Handover(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A transfer to another agent that is told in so many words."""
 
     source: str = ""
@@ -140,7 +141,7 @@ class Handover(msgspec.Struct, frozen=True, array_like=True):
     rule: str = "handover_keys"
 
 
-class NodeFacts(msgspec.Struct, frozen=True, array_like=True):
+class NodeFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A span of an engine's node: its execution, or something inside it that repeats the instance. Whether the
     node is an agent, a step of one or neither shows only in the tree."""
 
@@ -153,7 +154,7 @@ class NodeFacts(msgspec.Struct, frozen=True, array_like=True):
     """Nodes that its result sends the engine to; an empty text: one that the span does not show."""
 
 
-class MessageFacts(msgspec.Struct, frozen=True, array_like=True):
+class MessageFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A message on its way between participants, by their instances or names; empty: not told."""
 
     sender: str = ""
@@ -162,7 +163,7 @@ class MessageFacts(msgspec.Struct, frozen=True, array_like=True):
     """To everybody on a topic."""
 
 
-class Said(msgspec.Struct, frozen=True, array_like=True):
+class Said(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What the agent's own program says outright of an act, without any inference."""
 
     act: str
@@ -179,7 +180,7 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
     harness: str = ""
 
 
-class Member(msgspec.Struct, frozen=True, array_like=True):
+class Member(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The agent run that an operation says it belongs to, by a key of its own and not by its place in the tree."""
 
     key: str
@@ -193,7 +194,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     """The operation is a tool call that starts another run."""
 
 
-class Logged(msgspec.Struct, frozen=True, array_like=True):
+class Logged(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An event that an imported log states as such: nothing is inferred from it and nothing beside it."""
 
     type: str = ""
@@ -210,7 +211,7 @@ class Logged(msgspec.Struct, frozen=True, array_like=True):
     """(key, key, type) that the log tells."""
 
 
-class Operation(msgspec.Struct, frozen=True, array_like=True):
+class Operation(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One span, understood."""
 
     trace_id: str
