@@ -193,17 +193,10 @@ PROFILES = {
     "novice": ((0.40, 0.45), (0.20, 0.30)),
 }
 """Probability to be right: (shallow (short, full), deep (short, full))."""
-ROSTER = {
-    "a": ("steady", "quick", "thorough", "novice"),
-    "b": ("quick", "novice", "steady", "thorough"),
-    "c": ("novice", "thorough", "quick", "steady"),
-    "d": ("thorough", "steady", "novice", "quick"),
-    "e": ("quick", "thorough", "novice", "steady"),
-}
+KINDS = ("steady", "quick", "thorough", "novice")
+"""What each team's m1 to m4 are."""
 RIGHT = {
-    (team, member): PROFILES[kind]
-    for team in TEAMS
-    for member, kind in zip(MEMBERS, ROSTER[team], strict=True)
+    (team, member): PROFILES[kind] for team in TEAMS for member, kind in zip(MEMBERS, KINDS, strict=True)
 }
 
 
