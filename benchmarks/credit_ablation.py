@@ -71,9 +71,6 @@ BUDGET = {"desk": 8_192, "wide": 8_192}
 EVALUATE_EVERY = 512
 YARDSTICK = 768
 """Tickets that f is measured on, the same ones each time."""
-MEMORY = 2_048
-"""Orchestrations that the critic remembers (the pipeline's own: 6,144, which takes longer than these runs last)."""
-VALUE_GROWTH = 0.1
 SECOND = 1_000_000_000
 TUNING_SEEDS, SEEDS = (101,), (1, 2, 3, 4, 5)
 ARMS = ("team", "ledger", "all_action")
@@ -84,15 +81,25 @@ class Config(msgspec.Struct, frozen=True):
 
     learning_rate: float
     entropy: float
-    """At the start; it falls to a tenth over half of the budget."""
+    """At the start; it falls over half of the budget."""
     gae: float = 1.0
     """lambda of the team arm."""
     exploration: float = 0.1
     """The server's floor at the start; it falls to a fifth over half of the budget."""
+    entropy_left: float = 0.1
+    """Share of the entropy that is left at the end."""
+    epochs: int = 3
+    minibatch: int = 32
+    growth: float = 0.1
+    """``[pipeline] value_growth``: how much longer the critic waits with every orchestration."""
+    memory: int = 2_048
+    """Orchestrations that the critic remembers; the pipeline's own 6,144 take longer."""
 
     @property
     def label(self) -> str:
-        return ",".join(f"{k}={v:g}" for k, v in msgspec.to_builtins(self).items())
+        said = msgspec.to_builtins(self)
+        usual = {"entropy_left": 0.1, "epochs": 3, "minibatch": 32, "growth": 0.1, "memory": 2_048}
+        return ",".join(f"{k}={v:g}" for k, v in said.items() if usual.get(k) != v)
 
 
 GRIDS: dict[str, list[Config]] = {
@@ -101,6 +108,17 @@ GRIDS: dict[str, list[Config]] = {
         Config(2e-3, 0.2, gae=1.0, exploration=0.3),
         Config(2e-3, 0.2, gae=0.9, exploration=0.1),
         Config(2e-3, 0.1, gae=0.5, exploration=0.1),
+        Config(
+            2e-3,
+            0.1,
+            gae=0.5,
+            exploration=0.1,
+            entropy_left=0.24,
+            epochs=4,
+            minibatch=16,
+            growth=0.0,
+            memory=6_144,
+        ),
     ],
     "ledger": [
         Config(1e-3, 0.05, exploration=0.1),
@@ -113,6 +131,9 @@ GRIDS: dict[str, list[Config]] = {
         Config(2e-3, 0.05, exploration=0.3),
         Config(1e-3, 0.1, exploration=0.3),
         Config(1e-3, 0.02, exploration=0.3),
+        Config(
+            2e-3, 0.05, exploration=0.3, entropy_left=0.24, epochs=4, minibatch=16, growth=0.0, memory=6_144
+        ),
     ],
 }
 """In the all-action loss the entropy is a temperature in units of reward; elsewhere it stands beside advantages of root mean square 1."""
@@ -344,8 +365,9 @@ class _Remembering(Encoder):
 class Critic:
     """The value model, learned online as the value stage does: after so many outcomes, on a bounded memory."""
 
-    def __init__(self, encoder: Encoder, features: int) -> None:
+    def __init__(self, encoder: Encoder, features: int, *, growth: float, memory: int) -> None:
         self._encoder = encoder
+        self._growth, self._size = growth, memory
         self._trainer = ValueTrainer.fresh(features, encoder)
         self._memory: list[Example] = []
         self._new = self._total = 0
@@ -361,13 +383,13 @@ class Critic:
         for draft in drafts:
             item = tuple(lessons(draft.cast or cast_of(draft.content), self._encoder))
             example = Example(draft.content.orchestration_id, item, draft.composite.team or 0)
-            if len(self._memory) < MEMORY:
+            if len(self._memory) < self._size:
                 self._memory.append(example)
             else:
-                self._memory[self._total % MEMORY] = example
+                self._memory[self._total % self._size] = example
             self._new += 1
             self._total += 1
-        if self._new >= max(BATCH, int(self._total * VALUE_GROWTH)):
+        if self._new >= max(BATCH, int(self._total * self._growth)):
             self._new = 0
             self._trainer.update(self._memory)
             self.model = ValueModel.from_dict(self._trainer.model.to_dict())
@@ -450,12 +472,14 @@ class Run:
         pipeline = {"holdout": 0.0, "credit": "team" if arm == "team" else "ledger"}
         self.settings = Settings.model_validate({"pipeline": pipeline})
         encoder = _Remembering(world.units, self.tokenizer.words if world.units else ())
-        self.critic = Critic(encoder, self.settings.pipeline.value_features)
+        self.critic = Critic(
+            encoder, self.settings.pipeline.value_features, growth=config.growth, memory=config.memory
+        )
         self.updates = 0
         updates = BUDGET[world.name] // BATCH // 2
         self.hyper = Hyper(
-            seed=seed, learning_rate=config.learning_rate, epochs=3, minibatch_orchestrations=32, clip=0.2,
-            entropy_start=config.entropy, entropy_end=config.entropy / 10, entropy_updates=updates,
+            seed=seed, learning_rate=config.learning_rate, epochs=config.epochs, minibatch_orchestrations=config.minibatch, clip=0.2,
+            entropy_start=config.entropy, entropy_end=config.entropy * config.entropy_left, entropy_updates=updates,
             advantage="all_action" if arm == "all_action" else "ledger", exploration=0.0, max_staleness=4,
         )  # fmt: skip
         self._decay_updates = updates
