@@ -271,5 +271,7 @@ def _print_verified(found: Verified) -> None:
             click.echo(f"  not compared: {count} {text}")
     if found.differences:
         click.echo(
-            "  were the settings of [pipeline] changed since? verify replays with the ones given", err=True
+            "  were the settings of [pipeline], or spanloop's version, changed since? verify replays with those of now; "
+            "what an older version published stands until something of it comes again",
+            err=True,
         )
