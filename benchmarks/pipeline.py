@@ -44,6 +44,8 @@ RESPONSE = "gen_ai.response.id"
 PER_REQUEST = 10
 """Orchestrations in one request: about 190 spans, a third of what an SDK's batch processor sends at most."""
 REQUESTS = 20
+TOGETHER = 4
+"""Requests of one durable append: as many as wait for the collector's commit thread when four connections send (receiver.json)."""
 SECONDS = 2.0
 """After so many requests the clock moves on so far, so that quiet orchestrations close while others arrive."""
 _STATUS = {"unset": 0, "ok": 1, "error": 2}
@@ -187,15 +189,20 @@ def main() -> None:
         count = 0
         begin, cpu = time.perf_counter(), time.process_time()
         for first in range(0, len(requests), REQUESTS):
-            for body in requests[first : first + REQUESTS]:
+            waiting: list[NewRecord] = []
+            for number, body in enumerate(requests[first : first + REQUESTS], start=1):
                 with watch("decode"):
                     batch = decode_protobuf(body)
                 with watch("limits and encoding"):
                     prepared = intake.prepare(batch, tenant="default", source="otlp")
-                with watch("append"):
-                    log.append(prepared.records)
+                waiting += prepared.records
+                if number % TOGETHER == 0:
+                    with watch("append"):
+                        log.append(waiting)
+                    waiting = []
                 count += prepared.num_spans
             with watch("append"):
+                log.append(waiting)
                 log.append(outcomes[first * PER_REQUEST : (first + REQUESTS) * PER_REQUEST])
             clock.advance(seconds=SECONDS)
             while runtime.step():
