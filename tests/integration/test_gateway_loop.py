@@ -288,6 +288,27 @@ async def test_metrics_and_health(tmp_path):
             assert await answer.json() == {"status": "ok", "champion": "policy@v1", "queue": 0, "lost": 0}
 
 
+async def test_metrics_ask_for_a_key_where_there_are_keys(tmp_path):
+    keys = [
+        {"key": "watcher-key-0123456789", "role": "reader"},
+        {"key": "agent-key-0123456789", "role": "agent"},
+    ]
+    async with gateway(tmp_path, credentials=keys) as g:
+
+        async def asked(path: str, headers: dict[str, str]) -> int:
+            async with g.client.get(path, headers=headers) as answer:
+                assert ("spanloop_gateway" in await answer.text()) == (answer.status == 200)
+                return answer.status
+
+        assert await asked("/metrics", {}) == 401
+        assert await asked("/metrics", {"Authorization": "Bearer wrong"}) == 401
+        for given in keys:
+            assert await asked("/metrics", {"Authorization": f"Bearer {given['key']}"}) == 200
+        assert await asked("/metrics", {"X-Spanloop-Key": keys[0]["key"], "Authorization": "Bearer x"}) == 200
+        async with g.client.get("/healthz") as answer:
+            assert answer.status == 200
+
+
 async def test_the_openai_client(tmp_path):
     async with (
         gateway(tmp_path) as g,

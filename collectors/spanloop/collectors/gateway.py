@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from spanloop.collectors.auth import Authenticator, AuthError
+from spanloop.collectors.auth import Authenticator, AuthError, Identity
 from spanloop.collectors.gateway_answers import CALL, Handler, no_answer, told
 from spanloop.collectors.gateway_call import Call, GatewayError, bad_request, read_call
 from spanloop.collectors.gateway_chains import Chains, Given
@@ -187,8 +187,9 @@ class Gateway:
         champion = None if routing is None else policy_name(self.settings.gateway.policy, routing.champion)
         return _json(health(self.recorder, champion, from_file=self.follower.from_file))
 
-    async def metrics_text(self, _: web.Request) -> web.Response:
-        """GET /metrics, Prometheus text."""
+    async def metrics_text(self, request: web.Request) -> web.Response:
+        """GET /metrics, Prometheus text, for any role: the receiver's rule."""
+        self._identity(request, "metrics")
         more = {
             **recording(self.recorder),
             "spanloop_gateway_failed_reads_total": ("counter", "Failed reads of routing.", self.follower.num_failed_reads),
@@ -199,11 +200,14 @@ class Gateway:
     # ------------------------------------------------------------ one call
 
     def _tenant(self, request: web.Request) -> str:
-        """The tenant of the credential: in X-Spanloop-Key where Authorization is the upstream's."""
+        return self._identity(request, "spans").tenant
+
+    def _identity(self, request: web.Request, action: str) -> Identity:
+        """Who the credential is of: in X-Spanloop-Key where Authorization is the upstream's. Raises GatewayError (401, 403)."""
         key = request.headers.get("X-Spanloop-Key")
         header = f"Bearer {key}" if key is not None else request.headers.get("Authorization")
         try:
-            return self._authenticator.check(header, "spans").tenant
+            return self._authenticator.check(header, action)
         except AuthError as exc:
             if exc.status == 403:
                 message = "this key's role may not ask the gateway; it needs role agent, scorer or admin"
