@@ -7,9 +7,11 @@ from typing import Annotated, Any, TypedDict
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
+from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, StateGraph
 from langgraph.graph.message import add_messages
-from langgraph.types import Command, Send
+from langgraph.prebuilt import ToolNode, tools_condition
+from langgraph.types import Command, Send, interrupt
 from museum import TASK, appraise, catalogue, perform, team
 from openinference.instrumentation.langchain import LangChainInstrumentor
 from opentelemetry.sdk.trace import TracerProvider
@@ -99,6 +101,50 @@ def _team(traces: TracerProvider) -> Play:
     return play
 
 
+def _interrupt(traces: TracerProvider) -> Play:
+    """A tool asks a person, and when it goes on asks again: three runs of the graph on one thread."""
+    play = Play(
+        entry="archivist",
+        turns={
+            "archivist": [
+                [("catalogue", {"item": "astrolabe"}), ("release", {"item": "astrolabe"})],
+                "It has left the house.",
+            ]
+        },
+    )
+    url = serve(play)
+    look, _ = _tools(play)
+
+    @tool("release")
+    def release(item: str) -> str:
+        """Let an item leave the house."""
+        signed = interrupt(f"Who signs for the {item}?")
+        sealed = interrupt("Is the crate sealed?")
+        return play.tool("archivist", "release", lambda: f"{item}: {signed}, {sealed}")
+
+    model = _model(url, [look, release])
+
+    def think(state: State) -> dict[str, Any]:
+        return {"messages": [model.invoke([SystemMessage("[role=archivist] Work."), *state["messages"]])]}
+
+    graph = StateGraph(State)
+    graph.add_node("model", think)
+    graph.add_node("tools", ToolNode([look, release]))
+    graph.add_edge(START, "model")
+    graph.add_conditional_edges("model", tools_condition)
+    graph.add_edge("tools", "model")
+    _instrument(traces)
+    desk = graph.compile(name="archivist", checkpointer=InMemorySaver())
+    thread: Any = {"configurable": {"thread_id": "loan-7"}}
+    desk.invoke({"messages": [HumanMessage(TASK)]}, thread)
+    for answer in ("the docent", "yes"):
+        play.note("stop")
+        play.note("human_intervention")
+        desk.invoke(Command(resume=answer), thread)
+    play.note("stop")
+    return play
+
+
 def _instrument(traces: TracerProvider) -> None:
     instrumentor = LangChainInstrumentor()
     if not instrumentor.is_instrumented_by_opentelemetry:
@@ -119,4 +165,4 @@ class _Caught:
 
 
 if __name__ == "__main__":
-    perform({"team": _team}, "langgraph", "openinference-instrumentation-langchain")
+    perform({"team": _team, "interrupt": _interrupt}, "langgraph", "openinference-instrumentation-langchain")

@@ -27,7 +27,7 @@ the framework and opentelemetry-exporter-otlp-proto-http."""
 SCENES = {
     "openai_agents": ["team", "guardrail", "hand_back"],
     "pydantic_ai": ["team", "approval"],
-    "langgraph": ["team"],
+    "langgraph": ["team", "interrupt"],
     "smolagents": ["team"],
     "strands": ["team", "swarm", "graph"],
 }

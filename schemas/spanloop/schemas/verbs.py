@@ -30,7 +30,7 @@ _SUMMARY = {
     "archive": "Keep the log as Parquet files, on disk or in S3; check, merge, show them.",
     "query": "Run SQL (DuckDB) over a workspace.",
     "traces": "List the orchestrations of a workspace.",
-    "explain": "Show how a reward became credit, from the team down to the token.",
+    "explain": "Show how a reward became credit, who is to blame for a failure, and what each agent saw and did.",
     "provenance": "Show which orchestrations taught a policy version.",
     "policies": "List versions, promotions and routing; roll back.",
     "feedback": "Send an outcome for an orchestration, trace, span or response.",

@@ -3,7 +3,7 @@
 Evidence: a span link into another trace; the gateway's span and a framework's span of one response id, or, where the
 framework keeps no id and the request had no trace context, of one model and the same texts, one within the other in time;
 inside one conversation, a root run whose task is an argument of a tool call of another trace that contains
-it in time, or that is resumed with a tool call that another run put off; messages of one team, near in time, that
+it in time, or that is resumed with a tool call that another run put off, or in a node that was interrupted; messages of one team, near in time, that
 lost their links. A conversation id alone joins nothing: a conversation has many runs. Two framework spans with
 one response id in different traces join nothing either: scripted models repeat their ids.
 
@@ -215,7 +215,7 @@ def evidence_of(operation: Operation) -> Iterator[tuple[str, Seen]]:
             for key, bare, end in text_ends(operation):
                 yield key, Seen(operation.trace_id, bare, end)
     run = operation.run
-    if run is not None and (run.pending or run.resumed):
+    if operation.node is not None or (run is not None and (run.pending or run.resumed)):
         for key, end in pause_ends(operation):
             yield key, Seen(operation.trace_id, None, end)
     if operation.message is not None and not operation.links:

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 
 from spanloop.pipeline.assembly.calls import Calls
 from spanloop.pipeline.assembly.delegations import Delegations
-from spanloop.pipeline.assembly.human import pauses
+from spanloop.pipeline.assembly.human import interruptions, pauses
 from spanloop.pipeline.assembly.tree import Tree
 from spanloop.pipeline.dialects.operation import Operation
 
@@ -14,7 +14,7 @@ __all__ = ["dead_calls", "joined_flags"]
 
 
 def joined_flags(tree: Tree, calls: Calls, found: Delegations) -> dict[str, int]:
-    """``joined_by_task``, ``joined_by_approval``, ``joined_by_team`` and ``dead_calls`` with their counts, zeros left out."""
+    """``joined_by_task``, ``joined_by_approval``, ``joined_by_interrupt``, ``joined_by_team`` and ``dead_calls`` with their counts, zeros left out."""
     ops = tree.ops
     flags = {
         "joined_by_task": sum(
@@ -24,6 +24,7 @@ def joined_flags(tree: Tree, calls: Calls, found: Delegations) -> dict[str, int]
             for d in found.all
         ),
         "joined_by_approval": sum(ops[i].trace_id != ops[j].trace_id for i, j in pauses(tree)),
+        "joined_by_interrupt": sum(ops[i].trace_id != ops[j].trace_id for i, j in interruptions(tree)),
         "joined_by_team": _team_traces(tree),
         "dead_calls": len(dead_calls(tree, calls, found)),
     }

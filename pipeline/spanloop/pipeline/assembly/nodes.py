@@ -58,12 +58,17 @@ def resolve_nodes(tree: Tree) -> None:
         return
     models, tools = _below(tree)
     goto = _gotos(tree, around, executions)
-    for engine in _engines(tree, around, executions):
-        agents = _agents_among(tree, engine, models, tools, goto)
+    engines = _engines(tree, around, executions)
+    interrupted = _interrupted(tree, engines)
+    for number, engine in enumerate(engines):
+        runs = [engines[k] for k in interrupted.get(number, (number,))]
+        agents = set().union(*(_agents_among(tree, run, models, tools, goto) for run in runs))
         if len(agents) < 2:
-            _one_agent(tree, engine, models)
-        else:
-            _many_agents(tree, engine, agents, goto)
+            goes_on = len(runs) > 1 and any(models[i] for run in runs for i in run.nodes)
+            _one_agent(tree, engine, models, goes_on=goes_on)
+        elif engine is runs[0]:
+            whole, again = _as_one(tree, runs)
+            _many_agents(tree, whole, agents, goto, again)
 
 
 def _executions(tree: Tree) -> tuple[list[int], list[int]]:
@@ -134,6 +139,46 @@ def _engines(tree: Tree, around: list[int], executions: list[int]) -> list[_Engi
     return engines
 
 
+def _interrupted(tree: Tree, engines: list[_Engine]) -> dict[int, list[int]]:
+    """Engines (numbers) that are runs of one: a node of one was interrupted and goes on in the other."""
+    paused = {
+        (op.conversation, op.node.instance)
+        for op in tree.ops
+        if op.node is not None and op.node.paused and op.node.instance
+    }
+    groups: dict[int, list[int]] = {}
+    first: dict[tuple[str, str], int] = {}
+    for number, engine in enumerate(engines if paused else ()):
+        for i in engine.nodes:
+            key = (tree.ops[i].conversation, _node(tree, i).instance)
+            if key not in paused:
+                continue
+            other = first.setdefault(key, number)
+            one, two = groups.setdefault(other, [other]), groups.setdefault(number, [number])
+            if one is not two:
+                one += two
+                groups.update(dict.fromkeys(two, one))
+    return groups
+
+
+def _as_one(tree: Tree, runs: list[_Engine]) -> tuple[_Engine, dict[int, int]]:
+    """The runs of an engine that was interrupted as one, and which executions only go on with an earlier one."""
+    nodes = sorted((i for run in runs for i in run.nodes), key=lambda i: (_step(tree, i), i))
+    first: dict[str, int] = {}
+    again = {}
+    for i in nodes:
+        if instance := _node(tree, i).instance:
+            earlier = first.setdefault(instance, i)
+            if earlier != i:
+                again[i] = earlier
+    op = min((run.op for run in runs if run.op >= 0), default=-1)
+    if op >= 0:
+        ends = [tree.ops[run.op].end_ns for run in runs if run.op >= 0]
+        tree.ops[op] = msgspec.structs.replace(tree.ops[op], end_ns=max(ends) if min(ends) > 0 else 0)
+    inside = max(run.inside for run in runs)
+    return _Engine(op, [i for i in nodes if i not in again], inside), again
+
+
 def _inside(tree: Tree, around: list[int], op: int) -> int:
     """Execution that engine ``op`` is a part of; one that a tool runs is a part of none."""
     if op < 0 or around[op] < 0:
@@ -163,8 +208,9 @@ def _agents_among(
     return agents | routers
 
 
-def _one_agent(tree: Tree, engine: _Engine, models: bytearray) -> None:
-    """The engine itself is the agent, or the node that it stands in, or the run that it is a part of."""
+def _one_agent(tree: Tree, engine: _Engine, models: bytearray, *, goes_on: bool = False) -> None:
+    """The engine itself is the agent, or the node that it stands in, or the run that it is a part of. ``goes_on``: it is a part of a
+    run that was interrupted, and agents' models may be asked in another part."""
     op = engine.op
     host = -1
     if op < 0:
@@ -174,8 +220,8 @@ def _one_agent(tree: Tree, engine: _Engine, models: bytearray) -> None:
             _become_agent(tree, i, _node(tree, i).name, instance=tree.ops[host])
         else:
             _become_step(tree, i)
-    if op >= 0 and engine.inside < 0 and tree.ops[op].kind in ("unknown", "workflow") and any(
-        models[i] for i in engine.nodes
+    if op >= 0 and engine.inside < 0 and tree.ops[op].kind in ("unknown", "workflow") and (
+        goes_on or any(models[i] for i in engine.nodes)
     ):  # fmt: skip
         _become_agent(tree, op, tree.ops[op].agent or tree.ops[op].name)
 
@@ -199,8 +245,12 @@ def _become_step(tree: Tree, i: int) -> None:
         tree.ops[i] = msgspec.structs.replace(tree.ops[i], kind="unknown")
 
 
-def _many_agents(tree: Tree, engine: _Engine, agents: set[str], goto: dict[int, set[str]]) -> None:
-    """Follow control over the supersteps."""
+def _many_agents(
+    tree: Tree, engine: _Engine, agents: set[str], goto: dict[int, set[str]], again: dict[int, int]
+) -> None:
+    """Follow control over the supersteps. ``again``: executions that go on with an earlier one."""
+    for i, earlier in again.items():
+        goto[earlier] |= goto[i]
     if engine.op >= 0 and tree.ops[engine.op].kind in ("unknown", "agent_run"):
         _become_engine(tree, engine)
     routes = _Routes(tree, goto)
@@ -212,6 +262,12 @@ def _many_agents(tree: Tree, engine: _Engine, agents: set[str], goto: dict[int, 
         routes.follow([i for i in nodes if folded(_node(tree, i).name) in agents],
                       [i for i in nodes if folded(_node(tree, i).name) not in agents])  # fmt: skip
     routes.settle()
+    for i, earlier in again.items():
+        if earlier in routes.run_of:
+            run = tree.ops[routes.run_of[earlier]]
+            _become_agent(tree, i, _node(tree, i).name, instance=run)
+        else:
+            _become_step(tree, i)
 
 
 def _become_engine(tree: Tree, engine: _Engine) -> None:

@@ -1,7 +1,7 @@
 """LangGraph's metadata, as OpenInference and others carry it: which node of which graph a span belongs to.
 
 Every span inside a node repeats the node's metadata; the checkpoint namespace (``outer:<uuid>|inner:<uuid>``) is
-one execution of it. Where the graph goes next stands in the result: ``{"goto": "billing"}``, or
+one execution of it, also when it goes on after an interrupt in another run. Where the graph goes next stands in the result: ``{"goto": "billing"}``, or
 ``{"goto": ["Send(node='billing', ...)"]}`` as Python writes it, or, of a routing function, just the name.
 """
 
@@ -12,13 +12,15 @@ from typing import Any
 
 from spanloop.pipeline.dialects.fields import integer, messages, text
 from spanloop.pipeline.dialects.operation import NodeFacts
+from spanloop.schemas.spans import Span
 
-__all__ = ["metadata_of", "node_of"]
+__all__ = ["is_interrupted", "metadata_of", "node_of"]
 
 _SEND = re.compile(r"Send\(node=(['\"])(.{1,200}?)\1")
 _LABEL = re.compile(r"[^\s\"'{}\[\]()<>]{1,120}( [^\s\"'{}\[\]()<>]{1,60}){0,4}\Z")
 _MIDDLEWARE = re.compile(r".+\.(?:before|after)_(?:model|agent)\Z")
 _TARGETS = 64
+_INTERRUPTS = ("langgraph.errors.GraphInterrupt", "langgraph.errors.NodeInterrupt")
 _END = "__end__"
 
 
@@ -28,19 +30,32 @@ def metadata_of(attributes: dict[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def node_of(metadata: dict[str, Any], result: Any) -> NodeFacts | None:
+def is_interrupted(span: Span) -> bool:
+    """Whether ``interrupt()`` stopped what the span is of: LangGraph raises it, and the span, which did not fail, notes it."""
+    return any(
+        event.name == "exception" and event.attributes.get("exception.type") in _INTERRUPTS
+        for event in span.events
+    )
+
+
+def node_of(metadata: dict[str, Any], result: Any, *, paused: bool = False) -> NodeFacts | None:
     """The node that a span belongs to, None outside of any.
 
     Args:
         metadata: of the span.
         result: what it returned (``output.value``).
+        paused: an interrupt stopped it.
     """
     name = text(metadata.get("langgraph_node"))
     if not name or _MIDDLEWARE.match(name):
         return None
     instance = text(metadata.get("langgraph_checkpoint_ns")) or text(metadata.get("checkpoint_ns"))
     return NodeFacts(
-        name=name, instance=instance, step=integer(metadata.get("langgraph_step")), goto=goto_of(result)
+        name=name,
+        instance=instance,
+        step=integer(metadata.get("langgraph_step")),
+        goto=goto_of(result),
+        paused=paused,
     )
 
 

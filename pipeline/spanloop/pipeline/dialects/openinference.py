@@ -23,7 +23,7 @@ from spanloop.pipeline.dialects.fields import (
 )
 from spanloop.pipeline.dialects.flattened import Conversation, asked_in, read_conversation
 from spanloop.pipeline.dialects.genai import transfer_to
-from spanloop.pipeline.dialects.langgraph import metadata_of, node_of
+from spanloop.pipeline.dialects.langgraph import is_interrupted, metadata_of, node_of
 from spanloop.pipeline.dialects.operation import (
     AgentFacts,
     CallFacts,
@@ -95,7 +95,8 @@ def read(span: Span) -> Operation:
         if said == "CHAIN":
             _read_chain(span, fields)
     if metadata and fields["kind"] in ("unknown", "agent_run"):
-        fields["node"] = node_of(metadata, attributes.get("output.value"))
+        paused = bool(span.events) and is_interrupted(span)
+        fields["node"] = node_of(metadata, attributes.get("output.value"), paused=paused)
     return Operation(**fields)
 
 
@@ -164,12 +165,18 @@ def _read_tool(span: Span, fields: dict[str, Any]) -> None:
     fields["tool"] = ToolFacts(
         tool=name,
         call_id=text(first(attributes, "tool_call.id", "tool.id")) or call_id,
-        role="output" if name in ("final_answer", "FinalAnswerTool") else "",
+        role=_role(span, name),
         argument_hashes=argument_hashes(arguments),
     )
     if failed:
         fields["status"] = "error"
     fields["handover"] = transfer_to(name, arguments) or _member(name, arguments)
+
+
+def _role(span: Span, tool: str) -> str:
+    if tool in ("final_answer", "FinalAnswerTool"):
+        return "output"
+    return "deferred" if span.events and is_interrupted(span) else ""
 
 
 def _result(result: Any) -> tuple[str, bool]:

@@ -152,6 +152,8 @@ class NodeFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Superstep of the engine: nodes of one step run side by side, then the engine waits for all."""
     goto: tuple[str, ...] = ()
     """Nodes that its result sends the engine to; an empty text: one that the span does not show."""
+    paused: bool = False
+    """It was interrupted to ask a person; the execution that goes on has the same instance."""
 
 
 class MessageFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
