@@ -188,3 +188,8 @@ def test_one_message_with_what_is_above_and_below_it(workspace: Path):
     assert sum(line["unit"] == "message" for line in lines) == 1
     missing = run(workspace, oid, "--message", "nothing")
     assert isinstance(missing.exception, SchemaError)
+
+
+def test_who_gives_a_trace_is_told_how_to_find_its_orchestration(workspace: Path):
+    with pytest.raises(SchemaError, match="list_contains"):
+        find_orchestration(SqliteLog(workspace / "spanloop.db"), "0" * 32)

@@ -130,7 +130,8 @@ def find_orchestration(log: Log, prefix: str) -> tuple[str, str]:
         why = (
             "it has no rewards yet: has the pipeline folded it?"
             if known
-            else "`spanloop traces` lists what is there"
+            else '`spanloop traces` lists what is there; the id of a trace is another: `spanloop query "SELECT orchestration_id '
+            "FROM orchestrations WHERE list_contains(trace_ids, 'ID')\"`"
         )
         raise SchemaError(f"no orchestration with rewards begins with {prefix!r}; {why}")
     exact = {key for key in found if key.endswith(f"/{prefix}")}
