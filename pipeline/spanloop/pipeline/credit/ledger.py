@@ -104,7 +104,20 @@ def settle(accounts: Sequence[Account], total: int) -> tuple[CreditNode, ...]:
             )
             for child, share in zip(below, shares, strict=True):
                 credit[child.id] = share
-        nodes.append(node_of(account, own))
+        item = account.estimate
+        nodes.append(  # ``node_of``, without a call a node
+            CreditNode(
+                account.id,
+                account.unit,
+                account.parent,
+                account.label,
+                own,
+                item.raw,
+                item.variance or NO_VARIANCE,
+                item.estimator,
+                account.subject,
+            )
+        )
     return tuple(nodes)
 
 
