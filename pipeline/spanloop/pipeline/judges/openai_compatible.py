@@ -1,0 +1,58 @@
+"""A judge behind an OpenAI-compatible chat endpoint. It gets no tools, and answers in at most a few dozen tokens."""
+
+from __future__ import annotations
+
+import http.client
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from spanloop.schemas.errors import ConfigError, TransientError
+
+__all__ = ["OpenAIJudge"]
+
+_ANSWER_BYTES_MAX = 64 * 2**10
+
+
+class OpenAIJudge:
+    """Adapter of ``port.Judge``.
+
+    Args:
+        name: NAME/VERSION; a judge with another model or other words is another version.
+        url: Base URL up to and with /v1.
+        model: As the server names it.
+        key: Its key; empty: none is sent.
+        timeout_s: For each wait on the connection.
+    """
+
+    def __init__(self, name: str, url: str, model: str, *, key: str = "", timeout_s: float = 30.0) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"judge {name}: {url!r} is no URL such as https://HOST/v1")
+        self.name = name
+        self._parts, self._model, self._key, self._timeout_s = parts, model, key, timeout_s
+
+    def __call__(self, system: str, data: str) -> bytes:
+        """The message's content as it came."""
+        body: dict[str, Any] = {
+            "model": self._model, "temperature": 0, "max_tokens": 32, "response_format": {"type": "json_object"},
+            "messages": [{"role": "system", "content": system}, {"role": "user", "content": data}],
+        }  # fmt: skip
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self._parts.hostname or "", self._parts.port, timeout=self._timeout_s)
+        try:
+            path = f"{self._parts.path.rstrip('/')}/chat/completions"
+            connection.request("POST", path, msgspec.json.encode(body), headers)
+            answer = connection.getresponse()
+            raw = answer.read(_ANSWER_BYTES_MAX)
+            if answer.status != 200:
+                raise TransientError(f"judge {self.name}: status {answer.status}, expected 200")
+            return msgspec.json.decode(raw)["choices"][0]["message"]["content"].encode()
+        except (OSError, http.client.HTTPException) as exc:
+            raise TransientError(f"judge {self.name}: {type(exc).__name__}") from exc
+        finally:
+            connection.close()
