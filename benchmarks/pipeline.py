@@ -99,7 +99,7 @@ def request_of(spans: list[Span]) -> bytes:
             span_id=bytes.fromhex(span.span_id),
             parent_span_id=bytes.fromhex(span.parent_span_id or ""),
             name=span.name,
-            kind=span.kind,  # type: ignore[arg-type]
+            kind=span.kind,
             start_time_unix_nano=span.start_ns,
             end_time_unix_nano=span.end_ns,
             attributes=_pairs(span.attributes),

@@ -60,7 +60,7 @@ class _Builder:
             confidence=1.0,
             rule="synthetic",
             agent_id=agent.id,
-            **{"evidence": (self.span(kind, n),), **fields},  # type: ignore[arg-type]
+            **{"evidence": (self.span(kind, n),), **fields},
         )
         self.events.append(event)
         return event

@@ -56,6 +56,6 @@ class ShortPathClient(AsyncOpenAI):
         self._short = _Chat(_Completions(url, {"Authorization": f"Bearer {api_key}"}, session))
 
     @property
-    def chat(self) -> Any:  # type: ignore[override]
+    def chat(self) -> Any:
         """Only ``completions.create``."""
         return self._short

@@ -160,11 +160,11 @@ class Graph:
             reward += _right_given(desk, whose, rules) * shares[SKILLS.index(desk.skill or "a")]
             if words[0] == "stop":
                 return reward + share_if_none, []
-            desk = replace(desk, adopted=whose)  # type: ignore[arg-type]
+            desk = replace(desk, adopted=whose)
         skill, brief = arguments
         reward -= rules.round_cost + rules.brief_cost[brief == "full"]
         briefs = tuple(brief if name == skill else old for name, old in zip(SKILLS, desk.briefs, strict=True))
-        desk = replace(desk, briefs=briefs, round_number=desk.round_number + 1, skill=skill, agreed=None)  # type: ignore[arg-type]
+        desk = replace(desk, briefs=briefs, round_number=desk.round_number + 1, skill=skill, agreed=None)
         specialist, checker = right_probability(desk, rules)
         agree = specialist * checker + (1 - specialist) * (1 - checker)
         successors = [(1 - agree, self._node(replace(desk, agreed=False), ()))]

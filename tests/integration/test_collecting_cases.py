@@ -88,7 +88,7 @@ class World:
 def _log() -> MemoryLog:
     clock = ManualClock(NOW)
     log = MemoryLog(clock)
-    log._clock = clock  # type: ignore[attr-defined]
+    log._clock = clock
     return log
 
 

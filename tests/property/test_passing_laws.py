@@ -46,7 +46,7 @@ def written(spans, *, passing: bool) -> tuple[list[LogRecord], int]:
         assert all(decode(record.value) == record.event for record in found if record.event is not None)
         return found
 
-    runtime._passing.attach = counted  # type: ignore[method-assign]
+    runtime._passing.attach = counted
     runtime.restore()
     for _ in range(3):
         while runtime.step():

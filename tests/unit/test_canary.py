@@ -122,7 +122,7 @@ def test_the_control_variate_does_not_depend_on_the_policy() -> None:
         load=lambda v: SimpleNamespace(),
         vocabulary_size=9,
         context=8,
-    )  # type: ignore[arg-type]
+    )
     canary = CanaryStarted(canary=0, version=2, against=1, share=0.3, from_offset=-1)
     made.watch(canary)
     for number in range(200):

@@ -87,7 +87,7 @@ def test_the_receiver_lets_the_sdks_words_pass_and_the_gateways_not():
            names.DECISION: "stop", names.REASON: "because pat@example.com asked"}  # fmt: skip
     claimed = {"spanloop.policy.version": "policy@v9", "spanloop.harness": "x", "spanloop.sdkish": "y"}
     for training in (False, True):
-        redactor = Redactor(Content(training=training), b"k" * 32)  # type: ignore[call-arg]
+        redactor = Redactor(Content(training=training), b"k" * 32)
         kept = redactor.span(Span(T, S, "stop", 1, 2, attributes={**own, **claimed}, scope=names.SCOPE))
         assert set(kept.attributes) == set(own)
         assert operation_of(kept).said.decision.propensities == (0.25, 0.75)

@@ -120,7 +120,7 @@ def _tokenizer(vocabulary: Sequence[str], context: int):  # noqa: ANN202 - the c
     from transformers import PreTrainedTokenizerFast
 
     words = Words(WordLevel({word: index for index, word in enumerate(vocabulary)}, unk_token="<unk>"))  # noqa: S106
-    words.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
+    words.pre_tokenizer = WhitespaceSplit()
     words.add_special_tokens([AddedToken(w, lstrip=True, rstrip=True) for w in (*SPECIALS, *ROLES)])
     return PreTrainedTokenizerFast(
         tokenizer_object=words,

@@ -171,7 +171,7 @@ class SqliteLog:
 
     def counts(self) -> dict[str, int]:
         """Number of records by topic."""
-        return dict(self._file.query("SELECT topic, count(*) FROM records GROUP BY topic ORDER BY topic"))  # type: ignore[arg-type]
+        return dict(self._file.query("SELECT topic, count(*) FROM records GROUP BY topic ORDER BY topic"))
 
     def sources(self, topic: str) -> tuple[str, ...]:
         """The topic: there are no partitions."""
@@ -188,7 +188,7 @@ class SqliteLog:
 
     def committed(self, group: str) -> dict[str, int]:
         """Offsets last committed by ``group``."""
-        return dict(self._file.query("SELECT topic, seq FROM consumers WHERE name = ?", (group,)))  # type: ignore[arg-type]
+        return dict(self._file.query("SELECT topic, seq FROM consumers WHERE name = ?", (group,)))
 
     def close(self) -> None:
         """Close the file."""

@@ -144,7 +144,7 @@ def serve(host: str, port: int, workers: Workers) -> Callable[[], None]:
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(workers))  # type: ignore[arg-type]
+    registry.register(_Collector(workers))
     try:
         server, thread = start_http_server(port, host, registry=registry)
     except OSError as exc:

@@ -50,7 +50,7 @@ class SqliteState:
 
     def offsets(self, stage: str) -> dict[str, int]:
         """Input offsets contained in the state, by topic."""
-        return dict(self._file.query("SELECT topic, seq FROM stage_offsets WHERE stage = ?", (stage,)))  # type: ignore[arg-type]
+        return dict(self._file.query("SELECT topic, seq FROM stage_offsets WHERE stage = ?", (stage,)))
 
     def commit(
         self,
