@@ -129,6 +129,9 @@ def test_a_verifier_is_scored_by_a_proper_rule() -> None:
     assert of(dependent, "R6")[0].status == "missing"
     assert of(dependent, "R6", "agent")[0].name == "verdict:dependent"
     assert dependent.team == MICRO
+    alone = [told("verdict", f"span-{name}", 1.0) for name in ("c0", "w1", "w2", "v")]
+    everybody = composed(*alone, name="verdict/1", weight=1.0)
+    assert everybody.team == MICRO, "where all judge, nobody was judged by another"
     allowed = composed(
         told("verdict", "span-w1", 0.8), name="verdict/1", weight=1.0, options={"independent": True}
     )

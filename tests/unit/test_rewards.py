@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
 from synthetic_orchestrations import make_content, make_feedback
 
 from spanloop.pipeline.rewards.compose import RewardTerms, compose, paid
@@ -136,6 +138,29 @@ class TestTool:
             875_000,
             -625_000,
         ]
+
+    @given(st.integers(1, 6), st.floats(0, 0.5), st.floats(0, 0.5), st.booleans())
+    def test_calls_that_nobody_uses_never_raise_the_sum(self, more, price, penalty, ok):
+        terms = ToolTerms(price, penalty)
+
+        def total(content: OrchestrationContent) -> int:
+            arguments = {event.id: "same" for event in content.events if event.type == "tool_call"}
+            return sum(v or 0 for v in self.values(content, 1_000_000, 0.0, terms=terms, arguments=arguments))
+
+        content = small(self.USED)
+        spam = [
+            OrchestrationEvent(
+                f"{kind}-x{n}", kind, "a", 1, 1.0, "test", (f"x{n}",), tool="look",
+                status=("ok" if ok else "error") if kind == "tool_result" else "",
+            )
+            for n in range(more)
+            for kind in ("tool_call", "tool_result")
+        ]  # fmt: skip
+        edges = [Edge(f"tool_call-x{n}", f"tool_result-x{n}", "causal") for n in range(more)]
+        spammed = msgspec.structs.replace(
+            content, events=(*content.events, *spam), edges=(*content.edges, *edges)
+        )
+        assert total(spammed) <= total(content)
 
     def test_more_unused_calls_never_pay(self):
         """The hacking risk of R5: an unused call can only lower the mean."""

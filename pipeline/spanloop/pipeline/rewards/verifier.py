@@ -46,7 +46,11 @@ def verdict(case: Case) -> list[Reward]:
     settled = True
     for agent, (chance, final, ids) in stated.items():
         others = set().union(*(used for name, used in models.items() if name not in stated))
-        dependent = bool(models.get(agent, set()) & others) and not case.option("independent", default=False)
+        own = models.get(agent, set())
+        apart = (
+            bool(own and others) and not own & others
+        )  # nobody judged but itself, or unknown: not independent
+        dependent = not apart and not case.option("independent", default=False)
         said = sum(e.type == "message" and e.agent_id == agent for e in case.content.events)
         value = brier(chance, case.outcome) - price * max(0, said - 1)
         name = f"{channel}:dependent" if dependent else channel
@@ -63,5 +67,6 @@ def verdict(case: Case) -> list[Reward]:
 def _models(content: OrchestrationContent) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for call in content.calls:
-        found.setdefault(call.agent_id, set()).add(call.policy_version.partition("@")[0] or call.model)
+        model = call.policy_version.partition("@")[0] or call.model
+        found.setdefault(call.agent_id, set()).update({model} if model else ())
     return found
