@@ -156,6 +156,17 @@ def test_scaffolds_go_away_with_the_value_model() -> None:
     assert [r.scaffold for r in paid] == [True, True, False]
 
 
+def test_the_team_is_provisional_while_something_paid_is() -> None:
+    """Nothing is trained on before: samples are built of final rewards only."""
+    early = told("agent_outcome", "span-w1", 1.0, final=False)
+    assert composed(early, name="individual/1", weight=0.5).status == "provisional"
+    assert composed(early, name="individual/1", weight=0.0).status == "final"
+    assert (
+        composed(early, told("agent_outcome", "span-w1", 0.5, 2), name="individual/1", weight=0.5).status
+        == "final"
+    )
+
+
 def test_gated_rewards_are_not_paid_for_failures() -> None:
     feedback = told("agent_outcome", "span-w1", 1.0)
     settings = load_settings(

@@ -109,5 +109,6 @@ def compose(
         rewards += tuple(declared_rewards(terms.declared, case, good=good, progress=progress))
     if outcome.value is None:
         return Composite(rewards, None, "missing")
-    status = outcome.status if complete else "provisional"
+    open_ = any(r.status == "provisional" for r in rewards if r.unit == "team" and r.weight)
+    status = outcome.status if complete and not open_ else "provisional"
     return Composite(rewards, paid(rewards), status)
