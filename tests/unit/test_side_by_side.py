@@ -217,3 +217,38 @@ def test_counted_and_gathered_embeddings_sum_to_the_same_bits(monkeypatch: pytes
     gathered = StepReader(model).predict(asked)
     assert counted[0] == gathered[0]
     assert (counted[1] == gathered[1]).all()
+
+
+def test_what_a_like_gap_gave_is_used_again_and_changes_nothing():
+    """Teams of the same shape under other ids, and of like shapes: one reader of the model for all gives what a new one gives."""
+    shapes = [
+        [("ra", ""), ("rb", "")], [("ra", ""), ("ra", "")], [("ra", ""), ("ra", ""), ("rb", "")], [("ra", ""), ("rb", "0")],
+        [("rb", ""), ("ra", "")], [("ra", "")],
+    ]  # fmt: skip
+    teams = [
+        team(
+            *[
+                (f"{name}{i}", role, f"{name}{parent}" if parent else "")
+                for i, (role, parent) in enumerate(shape)
+            ]
+        )
+        for name in ("p", "q", "a")
+        for shape in shapes
+    ]
+    trainer = ValueTrainer.fresh(256)
+    examples = [
+        Example(f"o{n}", tuple(lessons(cast_of(content))), 1_000_000 * (n % 3))
+        for n, content in enumerate(teams)
+    ]
+    trainer.update(examples, 60)
+
+    def answered(asking: Asking, content: OrchestrationContent):
+        cast = cast_of(content)
+        estimate(cast, 1_500_000, asking)
+        asking.answer()
+        return estimate(cast, 1_500_000, asking)
+
+    shared = Asking(trainer.model)
+    for content in [*teams, *teams]:
+        assert answered(shared, content) == answered(Asking(trainer.model), content)
+    assert shared.recalled > len(teams)

@@ -7,6 +7,7 @@ second run reads the values. States repeat a lot, so answers are remembered for 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from spanloop.pipeline.credit.progress import Bag
 from spanloop.pipeline.credit.states import State
@@ -15,6 +16,8 @@ from spanloop.pipeline.credit.value_model import Floats, StepReader, ValueModel
 __all__ = ["Asking"]
 
 REMEMBERED_MAX = 100_000
+FOUND_MAX = 10_000
+"""Gaps, of a kilobyte or so, that are remembered; a batch adds what it adds."""
 
 
 class Asking:
@@ -28,9 +31,12 @@ class Asking:
         self._steps: dict[int, int] = {}
         self._members: dict[int, Floats] = {}
         self._asked_steps: dict[int, tuple[Bag, Sequence[int]]] = {}
+        self._found: dict[tuple[object, ...], object] = {}
         self._reader: StepReader | None = None
         self.misses = 0
         """How often a value was asked for that is not known yet."""
+        self.recalled = 0
+        """How often what a gap gives was known."""
 
     def __call__(self, state: State, /) -> int:
         """The value if known; else 0, and the state is asked for."""
@@ -58,6 +64,16 @@ class Asking:
         """What each member of the ensemble says of a state told as a chain, units, shape (members,); None: not known yet."""
         return self._members.get(key)
 
+    def recall(self, shape: tuple[object, ...]) -> Any:
+        """What a gap of this shape was found to give, if it was: orchestrations of a deployment do the same again and again."""
+        found = self._found.get(shape)
+        self.recalled += found is not None
+        return found
+
+    def remember(self, shape: tuple[object, ...], found: object) -> None:
+        """Keep what a gap of this shape gives under this version."""
+        self._found[shape] = found
+
     def make_room(self) -> None:
         """Forget all answers when there are too many; call between batches only."""
         if len(self._known) > REMEMBERED_MAX:
@@ -65,6 +81,8 @@ class Asking:
         if len(self._steps) > REMEMBERED_MAX:
             self._steps.clear()
             self._members.clear()
+        if len(self._found) > FOUND_MAX:
+            self._found.clear()
 
     def answer(self) -> None:
         """Predict what was asked for."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +78,14 @@ class StepValues(Protocol):
         """What each member of an ensemble says of a state that was asked for, units; None: there is only one voice."""
         ...
 
+    def recall(self, shape: tuple[object, ...]) -> Any:
+        """What was remembered under ``shape``; None: nothing."""
+        ...
+
+    def remember(self, shape: tuple[object, ...], found: object) -> None:
+        """Keep what is a function of ``shape`` under this version of a value model, within a bound."""
+        ...
+
 
 def variance_of(told: Floats) -> float:
     """Unbiased variance of what the members of an ensemble say, shape (members,): ``numpy.var`` to the last bit, without what that
@@ -112,6 +120,13 @@ class Plain:
     def members(self, key: int) -> Floats | None:
         """One voice."""
         return None
+
+    def recall(self, shape: tuple[object, ...]) -> None:
+        """Nothing is remembered."""
+        return
+
+    def remember(self, shape: tuple[object, ...], found: object) -> None:
+        """Nothing is."""
 
 
 def written_out(bag: Bag, added: Iterable[int]) -> State:

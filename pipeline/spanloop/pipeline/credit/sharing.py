@@ -38,8 +38,11 @@ __all__ = [
     "SAMPLED_MAX",
     "Amounts",
     "CoalitionValues",
+    "Found",
     "Level",
+    "Share",
     "Work",
+    "settled",
     "split",
 ]
 
@@ -62,6 +65,14 @@ Level = tuple[tuple[str, str], ...]
 """Steps (id, kind) that may have happened in any order."""
 
 
+class Share(msgspec.Struct, frozen=True):
+    """What one of several brought, before reconciliation."""
+
+    raw: int
+    variance: float
+    estimator: str
+
+
 class Work(msgspec.Struct, frozen=True, eq=False):
     """What one agent, or one tool call of the orchestrator's, did."""
 
@@ -73,6 +84,21 @@ class Work(msgspec.Struct, frozen=True, eq=False):
     calls: frozenset[str]
     role: str
     parent: str
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """All that its values depend on: kinds in their order, and role."""
+        return self.role, *[tuple([kind for _, kind in level]) for level in self.levels]
+
+
+class Found(msgspec.Struct, frozen=True, eq=False):
+    """What a gap of these works after this state is always found to give, whoever did it."""
+
+    active: tuple[bool, ...]
+    shares: tuple[Share, ...] | None
+    """Of those that add something; None: not by coalitions."""
+    inside: tuple[tuple[Anchored, ...], ...]
+    """Of each step of each work, as listed."""
 
 
 class CoalitionValues:
@@ -177,16 +203,11 @@ class CoalitionValues:
         return None if any(item is None for item in found) else np.array(found)
 
 
-class _Share(msgspec.Struct, frozen=True):
-    raw: int
-    variance: float
-    estimator: str
-
-
 def split(
     game: CoalitionValues, works: Sequence[Work], total: int, choice: Choice, budget: int
-) -> dict[str, Anchored]:
-    """Give ``total``, what a gap brought, to those that worked in it."""
+) -> tuple[dict[str, Anchored], list[Share] | None]:
+    """Give ``total``, what a gap brought, to those that worked in it; and the shares before reconciliation, where they are of
+    coalitions."""
     units = [work.unit for work in works]
     playing = [i for i, active in enumerate(game.active) if active]
     if (
@@ -194,8 +215,15 @@ def split(
         or len(playing) > SAMPLED_MAX
         or (len(playing) > EXACT_MAX and budget < COALITIONS_MIN)
     ):
-        return _left_out(game, units, playing, total)
+        return _left_out(game, units, playing, total), None
     found = _played(game, works, playing, choice, budget)
+    return settled(units, playing, found, total), found
+
+
+def settled(
+    units: Sequence[str], playing: Sequence[int], found: Sequence[Share], total: int
+) -> dict[str, Anchored]:
+    """Shares reconciled with what the gap brought; ties by id."""
     ids = [units[i] for i in playing]
     anchors = reconcile(total, [s.raw for s in found], [s.variance for s in found], ids) if playing else []
     shares = {
@@ -229,7 +257,7 @@ def _left_out(
 
 def _played(
     game: CoalitionValues, works: Sequence[Work], playing: Sequence[int], choice: Choice, budget: int
-) -> list[_Share]:
+) -> list[Share]:
     """Shares of those that add something."""
     if not playing:
         return []
@@ -237,7 +265,7 @@ def _played(
         (nothing, key), (alone, key_alone) = (game.at(chosen) for chosen in ((), playing))
         told = game.members([key, key_alone])
         spread = 0.0 if told is None else variance_of(told[1] - told[0])
-        return [_Share(alone - nothing, spread, VALUE_DIFFERENCE)]
+        return [Share(alone - nothing, spread, VALUE_DIFFERENCE)]
     before, unions = _order(works, playing)
     if len(playing) <= EXACT_MAX:
         return _enumerated(game, playing, before, unions)
@@ -252,7 +280,7 @@ def _played(
     else:
         shares = sample_shapley(play, len(playing), evaluations=budget, seed=seed, antithetic=True)
     return [
-        _Share(round(float(value)), (float(error) / MICRO) ** 2, shares.estimator)
+        Share(round(float(value)), (float(error) / MICRO) ** 2, shares.estimator)
         for value, error in zip(shares.values, shares.errors, strict=True)
     ]
 
@@ -285,7 +313,7 @@ def _enumerated(
     playing: Sequence[int],
     before: Mapping[int, set[int]],
     unions: Sequence[Sequence[int]],
-) -> list[_Share]:
+) -> list[Share]:
     """Exact shares in all coalitions."""
     count = len(playing)
     asked = [game.at([playing[n] for n in range(count) if mask >> n & 1]) for mask in range(1 << count)]
@@ -303,7 +331,7 @@ def _enumerated(
         spread = np.var([solve(told[:, k]) for k in range(told.shape[1])], axis=0, ddof=1)
         spread[spread < 1e-24] = 0.0
     return [
-        _Share(round(float(share)), float(variance), name)
+        Share(round(float(share)), float(variance), name)
         for share, variance in zip(shares, spread, strict=True)
     ]
 

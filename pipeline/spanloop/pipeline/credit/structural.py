@@ -35,8 +35,10 @@ from spanloop.pipeline.credit.sharing import (
     IDLE,
     Amounts,
     CoalitionValues,
+    Found,
     Level,
     Work,
+    settled,
     split,
 )
 from spanloop.pipeline.credit.states import COUNT_MAX, State
@@ -513,21 +515,35 @@ def _gap(
     misses = values.misses
     base, key, start = room.link(), room.key, room.value()
     counts = {kind: room.counts.get(kind, 0) for work in works for kind in work.amounts}
-    game = CoalitionValues(values, base, counts, works)
+    shape = _shape(key, works, choice) if before is None else None
+    remembered = values.recall(shape) if shape is not None else None
+    game = CoalitionValues(values, base, counts, works) if remembered is None else None
     added: list[int] = []
     for work in works:
         added += room.add(work.amounts)
-    units = split(game, works, room.value() - start, choice, budget)
+    total = room.value() - start
+    if remembered is not None and remembered.shares is not None:
+        active_ = remembered.active
+        playing = [i for i, on in enumerate(active_) if on]
+        units = settled([work.unit for work in works], playing, remembered.shares, total)
+        shares = None
+    else:
+        assert game is not None  # noqa: S101  # what is remembered has shares
+        active_ = tuple(game.active)
+        units, shares = split(game, works, total, choice, budget)
     usable = before is not None and before.sure and before.key == key
     known = {work: before.inside.get(work.unit) for work in before.works} if before and usable else {}
     messages: dict[str, Anchored] = {}
     reports: dict[str, Anchored] = {}
     tools = {work.unit: units[work.unit] for work in works if work.role.startswith("tool/")}
     inside: dict[str, dict[str, Anchored]] = {}
-    for work, active in zip(works, game.active, strict=True):
+    for place, (work, active) in enumerate(zip(works, active_, strict=True)):
         if sum(map(len, work.levels)) < 2:
             continue
         found = known.get(work)
+        if found is None and remembered is not None:
+            steps = [step for level in work.levels for step, _ in level]
+            found = dict(zip(steps, remembered.inside[place], strict=True))
         if found is None:
             found = _inside(values, base, counts, work, active=active)
         inside[work.unit] = found
@@ -538,6 +554,11 @@ def _gap(
                 reports[work.unit] = item
             else:
                 tools[step] = item
+    if shape is not None and shares is not None and values.misses == misses:
+        steps_of = (inside.get(work.unit, {}) for work in works)
+        values.remember(
+            shape, Found(active_, tuple(shares), tuple(tuple(steps.values()) for steps in steps_of))
+        )
     return Gap(
         key=key,
         works=works,
@@ -552,6 +573,15 @@ def _gap(
         tools=tools,
         inside=inside,
     )
+
+
+def _shape(key: int, works: Sequence[Work], choice: Choice) -> tuple[object, ...] | None:
+    """All that the shares of a gap and of the steps inside it depend on; None where they also depend on who it was: sampled
+    orders are seeded by ids."""
+    if len(works) > EXACT_MAX or choice.agents == "leave_one_out":
+        return None
+    place = {work.unit: i for i, work in enumerate(works)}
+    return key, *[(place.get(work.parent, -1), work.shape) for work in works]
 
 
 def _smoothed(starts: Sequence[int], reward: int, smoothing: float) -> list[Anchored]:
