@@ -26,6 +26,8 @@ from spanloop.pipeline.letters import read_letters
 from spanloop.pipeline.log.scan import scan
 from spanloop.pipeline.log.sqlite import SqliteLog
 from spanloop.pipeline.ports import new_record
+from spanloop.pipeline.sealing.keys_sqlite import SqliteKeys
+from spanloop.pipeline.sealing.vault import SEALED
 from spanloop.schemas import topics
 from spanloop.schemas.errors import ConfigError
 from spanloop.schemas.events import Event, SpansReceived, decode
@@ -333,3 +335,24 @@ def test_members_that_cannot_be_unpacked_are_named_and_cost_only_themselves(tmp_
     assert "encrypted" in found.output
     assert "cannot read a.zip:2.jsonl: the archive is damaged" in found.output
     assert "1 spans from 1 files" in found.output
+
+
+def test_keys_of_many_lines_are_made_at_once(tmp_path, monkeypatch):
+    """A key that is durable costs a sync of the disk: one for a group of lines, not one for each."""
+    config = tmp_path / "config.toml"
+    config.write_text("[content]\ntraining = true\nsubject_keys = true\n")
+    path = write(tmp_path / "file", [json.loads(as_json([span(n, trace_id=f"{n:032x}")])) for n in range(1, 41)])
+    asked: list[int] = []
+    make = SqliteKeys._make
+
+    def counted(self, tenant, traces):
+        asked.append(len(traces))
+        return make(self, tenant, traces)
+
+    monkeypatch.setattr(SqliteKeys, "_make", counted)
+    found = counts(path, "--workspace", tmp_path / "w", "--config", config)
+    assert (found["spans"], found["events"], asked) == (40, 40, [40])
+    events = on_log(tmp_path / "w", topics.SPANS)
+    assert all(SEALED in one.attributes for event in events for one in event.spans)
+    again = counts(path, "--workspace", tmp_path / "w", "--config", config, "--again")
+    assert (again["events"], again["duplicates"]) == (0, 40)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import msgspec
 
@@ -65,11 +66,36 @@ class Intake:
     ) -> Prepared:
         """Records of ``batch``; the same batch gives the same records, hence the same event ids. ``place``: where it came from,
         for the dead letters."""
-        traces: dict[str, list[bytes]] = {}
-        spans = [identified(self._redactor.span(raw)) for raw in batch.spans]
+        return self.prepare_all([(batch, place)], tenant=tenant, source=source)[0]
+
+    def prepare_all(
+        self,
+        batches: Sequence[tuple[DecodedBatch, Mapping[str, object] | None]],
+        *,
+        tenant: str,
+        source: str,
+    ) -> list[Prepared]:
+        """``prepare`` for each batch and its place, with the keys of them all made at once: a key that is durable costs a sync."""
+        shown = [[identified(self._redactor.span(raw)) for raw in batch.spans] for batch, _ in batches]
         if self._sealer is not None:
-            spans = self._sealer.batch(batch.spans, spans, tenant)
-        for span in spans:
+            raw = [span for batch, _ in batches for span in batch.spans]
+            sealed = iter(self._sealer.batch(raw, [span for spans in shown for span in spans], tenant))
+            shown = [list(islice(sealed, len(spans))) for spans in shown]
+        return [
+            self._prepared(batch, spans, tenant, source, place)
+            for (batch, place), spans in zip(batches, shown, strict=True)
+        ]
+
+    def _prepared(
+        self,
+        batch: DecodedBatch,
+        shown: list[Span],
+        tenant: str,
+        source: str,
+        place: Mapping[str, object] | None,
+    ) -> Prepared:
+        traces: dict[str, list[bytes]] = {}
+        for span in shown:
             traces.setdefault(span.trace_id, []).append(self._encoded(span))
         records = [
             _record(tenant, trace_id, part, source)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 import msgspec
 
@@ -32,7 +33,7 @@ from spanloop.pipeline.formats.reading import read_record
 from spanloop.pipeline.formats.stream import Stream
 from spanloop.pipeline.formats.values import Read
 from spanloop.pipeline.otlp.decode_json import parse_json
-from spanloop.pipeline.otlp.decoded import Rejected
+from spanloop.pipeline.otlp.decoded import DecodedBatch, Rejected
 from spanloop.pipeline.ports import Appended, Log, NewRecord, new_record
 from spanloop.schemas import topics
 from spanloop.schemas.canonical import canonical_json
@@ -72,6 +73,14 @@ class _Reached(msgspec.Struct, frozen=True):
     taken: int
     sha256: str
     place: Place
+
+
+class _Part(NamedTuple):
+    """A record that was read."""
+
+    place: Place
+    read: Read
+    reached: _Reached
 
 
 class Importer:
@@ -151,7 +160,7 @@ class Importer:
         own = _Own(key, saved)
         if saved is not None:
             self._known_already(saved.counts)
-        group: list[NewRecord] = []
+        group: list[_Part] = []
         size = 0
         for record, reached in self._recognised(source, stream, saved):
             read = read_record(record, self._wanted, self._max_nesting)
@@ -159,16 +168,14 @@ class Importer:
                 bool(read.rejected) and reached.place.framing == "lines" and not record.body.endswith(b"\n")
             )
             if unfinished:  # somebody may still be writing it: the next run reads it again
-                self._append(group, own, tell)
+                self._append(source, group, own, tell)
                 group, size, own.key = [], 0, ""
-            made = self._records(source, record, read, own)
-            group += made
-            size += sum(len(r.value) for r in made)
-            own.reached = reached
+            group.append(_Part(record.place, read, reached))
+            size += len(record.body)
             if len(group) >= _GROUP_RECORDS or size >= _GROUP_BYTES:
-                self._append(group, own, tell)
+                self._append(source, group, own, tell)
                 group, size = [], 0
-        self._append(group, own, tell)
+        self._append(source, group, own, tell)
 
     def _known_already(self, counts: Counts) -> None:
         """Count the part of a file that an earlier run imported."""
@@ -195,18 +202,27 @@ class Importer:
             )
         yield from chain(first, reached)
 
-    def _records(self, source: Source, record: Record, read: Read, own: _Own) -> list[NewRecord]:
+    def _records(self, source: Source, group: list[_Part], own: _Own) -> list[NewRecord]:
+        """What a group becomes; its keys, where content is sealed, are made together."""
         total, counts = self.total, own.counts
-        made, refused = self._feedback(read)
-        read.rejected += refused
-        place = {"file": source.name, record.place.framing.partition(":")[0]: record.place.number}
-        prepared = self._intake.prepare(read, tenant=self._tenant, source="import", place=place)
-        for each in (total, counts):
-            each.spans += prepared.num_spans
-            each.rejected += len(read.rejected)
-        total.ignored += read.ignored
-        total.reasons += [item.reason for item in read.rejected[: _REASONS - len(total.reasons)]]
-        return [*prepared.records, *made]
+        scores: list[list[NewRecord]] = []
+        batches: list[tuple[DecodedBatch, dict[str, object]]] = []
+        for place, read, _ in group:
+            made, refused = self._feedback(read)
+            read.rejected += refused
+            scores.append(made)
+            batches.append((read, {"file": source.name, place.framing.partition(":")[0]: place.number}))
+        found: list[NewRecord] = []
+        all_prepared = self._intake.prepare_all(batches, tenant=self._tenant, source="import")
+        for (_, read, _), prepared, made in zip(group, all_prepared, scores, strict=True):
+            for each in (total, counts):
+                each.spans += prepared.num_spans
+                each.rejected += len(read.rejected)
+            total.ignored += read.ignored
+            total.reasons += [item.reason for item in read.rejected[: _REASONS - len(total.reasons)]]
+            found += prepared.records
+            found += made
+        return found
 
     def _feedback(self, read: Read) -> tuple[list[NewRecord], list[Rejected]]:
         if not read.feedback or not self._scores:
@@ -220,8 +236,11 @@ class Importer:
         ]
         return [new_record(event) for event in parsed.events], refused
 
-    def _append(self, group: list[NewRecord], own: _Own, tell: Callable[[], None]) -> None:
+    def _append(self, source: Source, parts: list[_Part], own: _Own, tell: Callable[[], None]) -> None:
         """Append a group, count it and note how far the file is in."""
+        group = self._records(source, parts, own)
+        if parts:
+            own.reached = parts[-1].reached
         appended = self._log.append(group) if self._log is not None and group else []
         for record, result in zip(group, appended, strict=False):
             own.last = (record, result)
