@@ -15,6 +15,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from otlp_requests import TRACE, as_json, as_protobuf, case, case_request, span
 from receiver_harness import NOW, receiver
 
+from spanloop.collectors.bodies import ArrivingBodies
 from spanloop.collectors.receiver import TRACE_ROUTES
 from spanloop.pipeline.clock import ManualClock
 from spanloop.pipeline.log.memory import MemoryLog
@@ -148,6 +149,43 @@ async def test_slow_body_is_timed_out() -> None:
         line = await asyncio.wait_for(reader.readline(), 5)
         assert b" 408 " in line
         writer.close()
+
+
+async def _used(budget: ArrivingBodies, size: int) -> None:
+    for _ in range(500):
+        if budget.used == size:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{budget.used} bytes are arriving, not {size}")
+
+
+async def test_slow_uploads_of_one_key_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tenant's bodies, begun and never ended, hold all room: another's body takes that of the oldest, once it is slow."""
+    monkeypatch.setattr("spanloop.collectors.bodies.SLOW_S", 0.5)
+    collector = {"max_body_bytes": 20_000, "max_expanded_bytes": 20_000, "read_timeout_s": 30}
+    async with receiver(collector=collector, credentials=KEYS) as running:
+        host, port = running.url.removeprefix("http://").split(":")
+        budget = running.receiver.reception.budget
+        head = f"POST /v1/traces HTTP/1.1\r\nHost: x\r\nContent-Type: {PB}\r\nx-api-key: agent-key-of-a\r\n"
+        held = []
+        for n in range(1, 5):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(f"{head}Content-Length: 20000\r\n\r\n".encode() + bytes(18_000))
+            held.append((reader, writer))
+            await _used(budget, 18_000 * n)
+        own = {"Content_Type": PB, "x_api_key": "agent-key-of-b"}
+        big = [as_protobuf([span(n, attributes={"note": "x" * 12_000})]) for n in (1, 2, 3)]
+        status, body, headers = await running.post(big[0], **own)
+        assert (status, headers["Retry-After"]) == (503, "1"), body
+        await asyncio.sleep(0.6)
+        for one in big:
+            assert (await running.post(one, **own))[0] == 200
+        line = await asyncio.wait_for(held[0][0].readline(), 5)
+        assert b" 503 " in line
+        assert budget.used == 3 * 18_000, "only as many give way as must"
+        for _, writer in held:
+            writer.close()
+        await _used(budget, 0)
 
 
 class _RefusingLog(MemoryLog):

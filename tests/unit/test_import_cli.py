@@ -341,7 +341,8 @@ def test_keys_of_many_lines_are_made_at_once(tmp_path, monkeypatch):
     """A key that is durable costs a sync of the disk: one for a group of lines, not one for each."""
     config = tmp_path / "config.toml"
     config.write_text("[content]\ntraining = true\nsubject_keys = true\n")
-    path = write(tmp_path / "file", [json.loads(as_json([span(n, trace_id=f"{n:032x}")])) for n in range(1, 41)])
+    spans = [span(n, trace_id=f"{n:032x}", attributes={"note": "call Pat"}) for n in range(1, 41)]
+    path = write(tmp_path / "file", [json.loads(as_json([one])) for one in spans])
     asked: list[int] = []
     make = SqliteKeys._make
 

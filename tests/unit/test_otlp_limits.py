@@ -13,7 +13,6 @@ from spanloop.collectors.limits import (
     MAX_SPAN_BYTES,
     TRUNCATED,
     BodyTooLargeError,
-    ByteBudget,
     cut_text,
     expand,
 )
@@ -65,13 +64,6 @@ def test_a_bomb_never_holds_more_than_the_limit() -> None:
         assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
     finally:
         tracemalloc.stop()
-
-
-def test_budget() -> None:
-    budget = ByteBudget(10)
-    assert [budget.take(6), budget.take(6), budget.take(4)] == [True, False, True]
-    budget.give(6)
-    assert budget.take(6)
 
 
 @pytest.mark.parametrize("size", range(12))

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from aiohttp import web
 
 from spanloop.collectors.auth import AuthError
 from spanloop.collectors.commit import QueueFullError
-from spanloop.collectors.limits import BodyTooLargeError, ByteBudget
+from spanloop.collectors.limits import BodyTooLargeError
 from spanloop.schemas.errors import SchemaError, SpanloopError, TransientError
 from spanloop.schemas.settings import Collector
 
@@ -18,6 +22,7 @@ __all__ = [
     "JSON",
     "PROTOBUF",
     "RETRY_S",
+    "ArrivingBodies",
     "BodyTimeoutError",
     "Encodings",
     "UnsupportedError",
@@ -38,6 +43,8 @@ _RPC_CODES = {400: 3, 401: 16, 403: 7, 408: 4, 413: 3, 415: 3, 429: 8, 500: 13, 
 """google.rpc.Code of an HTTP status."""
 RETRY_S = 1
 """When a client that was refused for want of room should come again."""
+SLOW_S = 1.0
+"""A body that has been arriving for so long gives its room up when others need it."""
 _RETRY_INFO = b"type.googleapis.com/google.rpc.RetryInfo"
 
 
@@ -77,37 +84,112 @@ def encodings(request: web.Request, accepted: tuple[str, ...] = (PROTOBUF, JSON)
     return Encodings(content_type, tuple(reversed(codings)))
 
 
+@dataclass(eq=False)
+class _Body:
+    """A body that is arriving."""
+
+    tenant: str
+    since_s: float
+    timeout: asyncio.Timeout
+    size: int = 0
+    taken: bool = False
+    """Another body has its room now."""
+
+
+class ArrivingBodies:
+    """Bytes of the request bodies that are arriving, over all connections.
+
+    When there is no room for more, slow bodies give way: the oldest of the tenant that holds most, unless who asks holds more.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self._bodies: dict[_Body, None] = {}
+
+    @contextmanager
+    def body(self, tenant: str, timeout: asyncio.Timeout) -> Iterator[_Body]:
+        """A body that arrives; ``timeout`` ends it. Its bytes are given back at the end."""
+        mine = _Body(tenant, asyncio.get_running_loop().time(), timeout)
+        self._bodies[mine] = None
+        try:
+            yield mine
+        finally:
+            self._drop(mine)
+
+    def grow(self, body: _Body, size: int) -> None:
+        """``size`` more bytes of a body came.
+
+        Raises:
+            TransientError: there is no room for them.
+        """
+        while not body.taken and self.used + size > self.limit:
+            self._free(body, size)
+        if body.taken:
+            raise TransientError(
+                "too many request bodies are arriving at once, and this one was slow; try again shortly"
+            )
+        body.size += size
+        self.used += size
+
+    def _free(self, asking: _Body, size: int) -> None:
+        now_s = asyncio.get_running_loop().time()
+        held: Counter[str] = Counter()
+        for body in self._bodies:
+            held[body.tenant] += body.size
+        slow = [
+            body
+            for body in self._bodies
+            if body is not asking
+            and body.size
+            and now_s - body.since_s > SLOW_S
+            and (body.tenant == asking.tenant or held[body.tenant] >= held[asking.tenant] + size)
+        ]
+        if not slow:
+            raise TransientError("too many request bodies are arriving at once; try again shortly")
+        victim = max(slow, key=lambda body: (held[body.tenant], -body.since_s))
+        victim.taken = True
+        victim.timeout.reschedule(now_s)
+        self._drop(victim)
+
+    def _drop(self, body: _Body) -> None:
+        if body in self._bodies:
+            del self._bodies[body]
+            self.used -= body.size
+
+
 async def read_body(
-    request: web.Request, limits: Collector, budget: ByteBudget, *, compressed: bool
+    request: web.Request, limits: Collector, arriving: ArrivingBodies, tenant: str, *, compressed: bool
 ) -> bytes:
-    """The body as sent. The bytes taken from ``budget`` are given back here: it bounds what is still arriving.
+    """The body as sent. Its bytes count in ``arriving`` until it is whole.
 
     Raises:
         BodyTooLargeError: over collector.max_body_bytes (compressed) or collector.max_expanded_bytes (plain).
         BodyTimeoutError: it took longer than collector.read_timeout_s.
-        TransientError: all bodies together are over the budget.
+        TransientError: all bodies together have no room.
     """
     limit = limits.max_body_bytes if compressed else limits.max_expanded_bytes
     setting = "collector.max_body_bytes" if compressed else "collector.max_expanded_bytes"
     if (request.content_length or 0) > limit:
         raise BodyTooLargeError(f"the body has {request.content_length} bytes, at most {limit} ({setting})")
     parts: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(limits.read_timeout_s):
-            async for part in request.content.iter_any():
-                if not budget.take(len(part)):
-                    raise TransientError("too many request bodies are arriving at once; try again shortly")
-                size += len(part)
-                if size > limit:
-                    raise BodyTooLargeError(f"the body has more than {limit} bytes ({setting})")
-                parts.append(part)
-    except TimeoutError as exc:
-        raise BodyTimeoutError(
-            f"the body did not arrive within {limits.read_timeout_s:g} s (collector.read_timeout_s)"
-        ) from exc
-    finally:
-        budget.give(size)
+    timeout = asyncio.timeout(limits.read_timeout_s)
+    with arriving.body(tenant, timeout) as mine:
+        try:
+            async with timeout:
+                async for part in request.content.iter_any():
+                    arriving.grow(mine, len(part))
+                    if mine.size > limit:
+                        raise BodyTooLargeError(f"the body has more than {limit} bytes ({setting})")
+                    parts.append(part)
+        except TimeoutError as exc:
+            if mine.taken:
+                raise TransientError(
+                    "too many request bodies are arriving at once, and this one was slow; try again shortly"
+                ) from exc
+            raise BodyTimeoutError(
+                f"the body did not arrive within {limits.read_timeout_s:g} s (collector.read_timeout_s)"
+            ) from exc
     return b"".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""Bounds on what comes in: bytes before and after decompression, bytes in flight, spans and the sizes inside them.
+"""Bounds on what comes in: bytes before and after decompression, spans and the sizes inside them.
 
 Nothing is cut in silence: a text that was shortened is listed in ``spanloop.truncated``, a refused body is answered
 with the limit and its setting.
@@ -21,7 +21,6 @@ __all__ = [
     "MAX_SPAN_BYTES",
     "TRUNCATED",
     "BodyTooLargeError",
-    "ByteBudget",
     "cut_span",
     "cut_text",
     "expand",
@@ -53,25 +52,6 @@ _WBITS = {"gzip": 31, "deflate": 15}
 
 class BodyTooLargeError(SchemaError):
     """The body is over a limit (HTTP 413)."""
-
-
-class ByteBudget:
-    """Bytes of request bodies held in memory at once, over all connections."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.used = 0
-
-    def take(self, size: int) -> bool:
-        """Reserve ``size`` bytes; False when that would exceed the limit."""
-        if self.used + size > self.limit:
-            return False
-        self.used += size
-        return True
-
-    def give(self, size: int) -> None:
-        """Release what was taken."""
-        self.used -= size
 
 
 def expand(body: bytes, encoding: str, max_expanded: int) -> bytes:

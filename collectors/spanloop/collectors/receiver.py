@@ -23,7 +23,7 @@ import click
 from aiohttp import web
 
 from spanloop.collectors.auth import Authenticator, Identity
-from spanloop.collectors.bodies import JSON, PROTOBUF, encodings, http_status, read_body, reply
+from spanloop.collectors.bodies import JSON, PROTOBUF, Encodings, encodings, http_status, read_body, reply
 from spanloop.collectors.connections import ConnectionGuard
 from spanloop.collectors.feedback import parse_feedback
 from spanloop.collectors.limits import expand
@@ -128,15 +128,20 @@ class Receiver:
     async def _export(self, signal: Signal, request: web.Request, identity: Identity) -> web.Response:
         coding = encodings(request)
         self.committer.check_room()
-        body = await read_body(request, self._limits, self.reception.budget, compressed=bool(coding.codings))
+        body = await self._body(request, coding, identity)
         taken = await self.reception.take(signal, body, coding, identity, labels_of(request.headers))
         return reply(coding.content_type, 200, taken.message, taken.rejected, signal.rejected_field)
+
+    async def _body(self, request: web.Request, coding: Encodings, identity: Identity) -> bytes:
+        return await read_body(
+            request, self._limits, self.reception.budget, identity.tenant, compressed=bool(coding.codings)
+        )
 
     # ------------------------------------------------------------ feedback
 
     async def _feedback(self, request: web.Request, identity: Identity) -> web.Response:
         coding = encodings(request, (JSON,))
-        body = await read_body(request, self._limits, self.reception.budget, compressed=bool(coding.codings))
+        body = await self._body(request, coding, identity)
         for name in coding.codings:
             body = expand(body, name, self._limits.max_expanded_bytes)
         parsed = parse_feedback(

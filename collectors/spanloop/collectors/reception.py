@@ -17,10 +17,10 @@ import msgspec
 
 from spanloop.collectors.auth import Identity
 from spanloop.collectors.batches import Intake, Prepared
-from spanloop.collectors.bodies import PROTOBUF, Encodings
+from spanloop.collectors.bodies import PROTOBUF, ArrivingBodies, Encodings
 from spanloop.collectors.commit import GroupCommitter
 from spanloop.collectors.evaluations import scores_of
-from spanloop.collectors.limits import BodyTooLargeError, ByteBudget, expand
+from spanloop.collectors.limits import BodyTooLargeError, expand
 from spanloop.collectors.metrics import Metrics
 from spanloop.collectors.redaction import Redactor
 from spanloop.collectors.sealing import open_sealer
@@ -83,7 +83,7 @@ class Reception:
         self._clock = clock
         self.redactor = Redactor(settings.content, key)
         self.metrics = Metrics()
-        self.budget = ByteBudget(4 * self.limits.max_expanded_bytes)
+        self.budget = ArrivingBodies(4 * self.limits.max_expanded_bytes)
         self.committer = GroupCommitter(
             log,
             group_s=self.limits.group_commit_ms / 1e3,
