@@ -175,6 +175,24 @@ def test_a_process_that_the_supervisor_gave_up_is_told(tmp_path):
     assert "given up after 8 restarts (exit code 1)" in told["process pipeline"].message
 
 
+def test_doctor_judges_by_the_settings_that_up_was_started_with(tmp_path):
+    workspace, config = tmp_path / "workspace", tmp_path / "other.toml"
+    workspace.mkdir(mode=0o700)
+    config.write_text("[collector]\nhost = 'localhost'\n")
+    plain = spanloop("doctor", "--workspace", workspace)
+    assert "settings: " not in plain.stdout
+    (workspace / "run.json").write_text(json.dumps({"pids": {}, "config": str(config)}))
+    told = spanloop("doctor", "--workspace", workspace)
+    assert f"ok    settings: from {config}" in told.stdout
+    assert "http://localhost:" in told.stdout
+    own = tmp_path / "own.toml"
+    own.write_text("")
+    named = spanloop("doctor", "--workspace", workspace, "--config", own)
+    assert "settings: " not in named.stdout
+    config.unlink()
+    assert "settings: " not in spanloop("doctor", "--workspace", workspace).stdout
+
+
 def test_doctor_and_verify_as_commands(tmp_path):
     workspace = tmp_path / "workspace"
     settings = settings_of(tmp_path)

@@ -132,6 +132,7 @@ def test_all_start_tell_their_urls_and_stop_in_order(start):
     assert 0 not in ports
     run = json.loads((system.workspace / "run.json").read_text())
     assert (run["pid"], run["urls"], run["state"]) == (system.process.pid, report["urls"], "running")
+    assert run["config"] == ""
     code, err = system.end()
     assert code == 0, err
     assert system.notes.read_text().split() == list(STOP_ORDER)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import zipfile
 from pathlib import Path
 
@@ -357,3 +358,13 @@ def test_keys_of_many_lines_are_made_at_once(tmp_path, monkeypatch):
     assert all(SEALED in one.attributes for event in events for one in event.spans)
     again = counts(path, "--workspace", tmp_path / "w", "--config", config, "--again")
     assert (again["events"], again["duplicates"]) == (0, 40)
+
+
+def test_the_next_step_knows_whether_the_pipeline_runs(tmp_path):
+    path = write(tmp_path / "file", next(iter(LINES.values())))
+    assert "next: spanloop up" in run(path, "--workspace", tmp_path / "w").stderr
+    run_file = tmp_path / "w" / "run.json"
+    run_file.write_text(json.dumps({"pids": {"pipeline": os.getpid()}}))
+    assert "next: spanloop traces" in run(path, "--workspace", tmp_path / "w").stderr
+    run_file.write_text(json.dumps({"pids": {"collector": os.getpid(), "pipeline": 2**22 + 1}}))
+    assert "next: spanloop up" in run(path, "--workspace", tmp_path / "w").stderr

@@ -175,6 +175,12 @@ def test_order_is_default_file_environment_flags(clean, toml):
         ("[collector\n", "not valid TOML"),
         ("[collector]\nhost = '0.0.0.0'\n", "reachable from outside"),
         ("[serving]\nhost = '0.0.0.0'\n", "no authentication"),
+        ("[gateway]\nupstream = 'nonsense'\n", r"gateway\.upstream.*https://HOST/v1"),
+        ("[gateway]\nupstream = 'ftp://models/v1'\n", r"gateway\.upstream.*https://HOST/v1"),
+        ("[gateway]\nupstream = 'http:///v1'\n", r"gateway\.upstream"),
+        ("bootstrap_servers = 'nohost'\n", r"bootstrap_servers.*'nohost' is no broker: write host:port"),
+        ("bootstrap_servers = 'a:9092,b:0'\n", "'b:0' is no broker"),
+        ("bootstrap_servers = 'a:9092,'\n", "'' is no broker"),
         ('tenant = "a/b"', "tenant"),
         ('tenant = ""', "tenant"),
         ('[[credentials]]\nkey = "k"\ntenant = "a/b"\nrole = "agent"', "credentials.0.tenant"),
@@ -184,6 +190,13 @@ def test_wrong_settings_name_the_key(clean, toml, text, says):
     with pytest.raises(ConfigError, match=says) as caught:
         load_settings(toml(text))
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "brokers", ["", "a:9092", "a.b-c:1, 10.0.0.7:65535", "[::1]:9092", "SASL_SSL://a:9093"]
+)
+def test_brokers_are_host_and_port(clean, toml, brokers):
+    assert load_settings(toml(f"bootstrap_servers = '{brokers}'\n")).bootstrap_servers == brokers
 
 
 def test_wrong_environment_and_missing_file_are_errors(clean, tmp_path):

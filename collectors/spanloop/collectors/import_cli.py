@@ -168,10 +168,15 @@ def _report(found: Imported, settings: Settings, *, dry: bool, as_json: bool) ->
 
 def _next(found: Imported, settings: Settings, *, dry: bool) -> str:
     """What to run now."""
+    from spanloop.pipeline.workspace import read_run, running
+
     where = "" if str(settings.workspace) == ".spanloop" else f" --workspace {settings.workspace}"
     if dry:
         return "next: the same without --dry-run"
-    lines = [f"next: spanloop up{where}   (orchestrations, rewards, credit), then spanloop traces{where}"]
+    if "pipeline" in running(read_run(settings.workspace)):
+        lines = [f"next: spanloop traces{where}   (spanloop up runs there and takes it in)"]
+    else:
+        lines = [f"next: spanloop up{where}   (orchestrations, rewards, credit), then spanloop traces{where}"]
     if found.rejected:
         lines.append(f"      spanloop deadletters list{where}   shows what was refused")
     return "\n".join(lines)

@@ -139,22 +139,38 @@ def config_schema() -> None:
 def doctor(config_file: Path | None, workspace: Path | None, as_json: bool) -> None:
     """Say what can be learned from each deployment, what is missing, and which setting adds it.
 
-    Also looks at workspace, disk, ports and installed packages. Exit code 1: something keeps spanloop from running.
+    Also looks at workspace, disk, ports and installed packages. Without --config, the file that `spanloop up` runs the
+    workspace with. Exit code 1: something keeps spanloop from running.
 
     \b
     spanloop doctor
     spanloop doctor --config spanloop.toml --json
     """
     from spanloop.pipeline.assembly.report import plain_text
-    from spanloop.pipeline.doctor import diagnose, lines
+    from spanloop.pipeline.doctor import Check, diagnose, lines
 
-    found = diagnose(_settings(config_file, workspace))
+    settings = _settings(config_file, workspace)
+    running_with = _config_of_run(settings.workspace) if config_file is None else None
+    if running_with is not None:
+        settings = _settings(running_with, settings.workspace)
+    found = diagnose(settings)
+    if running_with is not None:
+        told = f"from {running_with}, as `spanloop up` was started with it; --config names another file"
+        found.checks.insert(0, Check("settings", "ok", told))
     if as_json:
         _print_json({**msgspec.to_builtins(found), "healthy": found.healthy})
     else:
         for line in lines(found):
             click.echo(plain_text(line))
     sys.exit(0 if found.healthy else 1)
+
+
+def _config_of_run(workspace: Path) -> Path | None:
+    """The settings file of the `up` that runs a workspace, or was killed there; None: it had none, or there is none."""
+    from spanloop.pipeline.workspace import read_run
+
+    config_file = Path(str(read_run(workspace).get("config") or ""))
+    return config_file if config_file.is_file() else None
 
 
 @click.command()

@@ -22,7 +22,7 @@ from spanloop.pipeline.learnable import Deployment, examine
 from spanloop.pipeline.log.scan import scan
 from spanloop.pipeline.log.sqlite import SqliteLog
 from spanloop.pipeline.ports import LogRecord
-from spanloop.pipeline.workspace import SERVERS, check_port, process_name, read_run
+from spanloop.pipeline.workspace import SERVERS, check_port, read_run, running
 from spanloop.schemas import topics
 from spanloop.schemas.errors import SpanloopError
 from spanloop.schemas.events import CreditAssigned, decode
@@ -193,10 +193,10 @@ def _given_up(run: Mapping[str, Any]) -> Iterator[Check]:
 
 def _port_checks(settings: Settings) -> Iterator[Check]:
     run = read_run(settings.workspace)
-    pids = {name: int(pid) for name, pid in run.get("pids", {}).items() if process_name(int(pid))}
+    pids = running(run)
     if pids:
-        running = ", ".join(f"{name} (pid {pid})" for name, pid in pids.items())
-        yield Check("processes", "ok", f"running: {running}")
+        told = ", ".join(f"{name} (pid {pid})" for name, pid in pids.items())
+        yield Check("processes", "ok", f"running: {told}")
     else:
         yield Check("processes", "ok", "none running; start them with `spanloop up`")
     if pids:

@@ -114,6 +114,7 @@ class Supervisor:
         environment: of all children.
         say: takes lines for people.
         status_file: rewritten once a second and after each change.
+        config: file of the settings, for run.json.
     """
 
     def __init__(
@@ -124,8 +125,10 @@ class Supervisor:
         *,
         say: Callable[[str], None],
         status_file: Path | None = None,
+        config: Path | None = None,
     ) -> None:
         self._workspace = workspace
+        self._config = config
         self._say = say
         self._status_file = status_file
         self._started_ns = time.time_ns()
@@ -141,6 +144,7 @@ class Supervisor:
             "pid": os.getpid(),
             "started_ns": self._started_ns,
             "workspace": str(self._workspace.absolute()),
+            "config": str(self._config.absolute()) if self._config else "",
             "pids": {child.name: child.pid for child in self.children if child.pid},
             "urls": {child.name: child.url for child in self.children if child.url},
             "children": {child.name: child.report() for child in self.children},
@@ -300,7 +304,12 @@ def supervise(
 
         async def run() -> int:
             supervisor = Supervisor(
-                settings.workspace, specs, _environment(settings, ports), say=say, status_file=status_file
+                settings.workspace,
+                specs,
+                _environment(settings, ports),
+                say=say,
+                status_file=status_file,
+                config=config,
             )
             return await supervisor.run(on_ready)
 

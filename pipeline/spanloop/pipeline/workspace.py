@@ -27,6 +27,7 @@ __all__ = [
     "port_holder",
     "process_name",
     "read_run",
+    "running",
     "write_json",
 ]
 
@@ -64,6 +65,11 @@ def process_name(pid: int) -> str:
     except (OSError, IndexError):
         return ""
     return raw.replace(b"\0", b" ").decode("utf-8", "replace").strip()
+
+
+def running(run: Mapping[str, Any]) -> dict[str, int]:
+    """Live processes of a run.json by name."""
+    return {name: int(pid) for name, pid in run.get("pids", {}).items() if process_name(int(pid))}
 
 
 class WorkspaceLock:

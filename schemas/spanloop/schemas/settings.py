@@ -7,6 +7,7 @@ Unknown keys and malformed values are errors that name the key; nothing falls ba
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from datetime import datetime
 from ipaddress import ip_address
@@ -172,6 +173,15 @@ class Gateway(_Section):
     """Its size; when it is full the oldest calls are dropped and counted."""
     spool_fsync_s: float = Field(1.0, ge=0)
     """What waits there survives kill -9 at once, and a power failure after so long. 0: fsync for each group of calls."""
+
+    @field_validator("upstream")
+    @classmethod
+    def _is_url(cls, value: str) -> str:
+        if value and not _UPSTREAM.fullmatch(value):
+            raise ValueError(
+                "the upstream is the base URL of a server: http://HOST/v1 or https://HOST/v1, or empty"
+            )
+        return value
 
 
 class Serving(_Section):
@@ -427,6 +437,10 @@ class Archive(_Section):
     """Smaller files of a finished day and tenant are merged."""
 
 
+_UPSTREAM = re.compile(r"https?://[^\s/?#]+[^\s]*")
+_BROKER = re.compile(r"(?:[A-Za-z0-9_]+://)?(?:\[[0-9A-Fa-f:.%]+\]|[^\s/:@\[\]]+):([0-9]{1,5})")
+
+
 class Settings(BaseSettings):
     """All settings of one deployment."""
 
@@ -453,6 +467,17 @@ class Settings(BaseSettings):
     pipeline: Pipeline = Pipeline()  # type: ignore[call-arg]
     learner: Learner = Learner()  # type: ignore[call-arg]
     credentials: tuple[Credential, ...] = ()
+
+    @field_validator("bootstrap_servers")
+    @classmethod
+    def _brokers(cls, value: str) -> str:
+        for broker in value.split(",") if value.strip() else ():
+            found = _BROKER.fullmatch(broker.strip())
+            if found is None or not 0 < int(found[1]) <= 65535:
+                raise ValueError(
+                    f"{broker.strip()[:100]!r} is no broker: write host:port, several with commas between"
+                )
+        return value
 
     @model_validator(mode="after")
     def _units_need_words(self) -> Settings:
