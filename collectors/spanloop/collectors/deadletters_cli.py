@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from spanloop.pipeline.screen import json_shown
 from spanloop.schemas.settings import Settings, load_settings
 
 __all__ = ["deadletters"]
@@ -110,7 +111,7 @@ def list_letters(  # noqa: PLR0917 - one argument an option
             kinds[(letter.event.source, letter.event.reason)] += 1
             newest.append(letter)
             if as_json:
-                click.echo(json.dumps(letter.row(), ensure_ascii=False, sort_keys=True))
+                click.echo(json_shown(json.dumps(letter.row(), ensure_ascii=False, sort_keys=True)))
     finally:
         log.close()
     if as_json:
@@ -170,7 +171,7 @@ def show(letter_id: str, config: Path | None, workspace: Path | None, target: Pa
     row = letter.row()
     if as_json:
         row["data"] = base64.b64encode(content).decode() if content is not None else None
-        click.echo(json.dumps(row, ensure_ascii=False, sort_keys=True))
+        click.echo(json_shown(json.dumps(row, ensure_ascii=False, sort_keys=True)))
         return
     for name in ("id", "tenant", "source", "origin", "reason", "size", "sha256"):
         click.echo(f"{name:10} {_plain(str(row[name]))}")
@@ -259,7 +260,9 @@ def replay(  # noqa: PLR0917 - one argument an option
     failed = counts["refused"] + counts["gone"]
     if as_json:
         rows = [{"id": r.letter.letter_id, "outcome": r.outcome, "why": r.why} for r in results]
-        click.echo(json.dumps({"dry_run": dry_run, **counts, "letters": rows}, ensure_ascii=False))
+        click.echo(
+            json_shown(json.dumps({"dry_run": dry_run, **counts, "letters": rows}, ensure_ascii=False))
+        )
         sys.exit(3 if failed else 0)
     for result in results:
         if result.why:

@@ -20,6 +20,7 @@ import click
 import msgspec
 
 from spanloop.pipeline.ports import Log, new_record
+from spanloop.pipeline.screen import json_shown
 from spanloop.schemas.canonical import unmicro
 from spanloop.schemas.errors import SchemaError, SpanloopError, TransientError
 from spanloop.schemas.events import CandidateRegistered, PolicyCommand, PolicyCommandFinished, decode
@@ -104,7 +105,7 @@ def _open(settings: Settings) -> Iterator[Log]:
 
 
 def _print_json(value: Any) -> None:
-    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    click.echo(json_shown(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()))
 
 
 def _number(text: str) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from spanloop.pipeline.screen import json_shown
 from spanloop.schemas.errors import ConfigError, SpanloopError
 from spanloop.schemas.settings import Settings, load_settings
 
@@ -36,7 +37,7 @@ def _settings(config_file: Path | None, workspace: Path | None) -> Settings:
 
 
 def _print_json(value: Any) -> None:
-    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    click.echo(json_shown(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()))
 
 
 def _names(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> list[str]:

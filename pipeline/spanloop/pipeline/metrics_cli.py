@@ -9,6 +9,7 @@ import msgspec
 
 from spanloop.pipeline.pomdp_cli import last_content
 from spanloop.pipeline.rewards.metrics import Metrics, metrics_of
+from spanloop.pipeline.screen import json_shown
 from spanloop.schemas import topics
 from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.events import Reward, RewardsComputed, decode
@@ -51,7 +52,7 @@ def metrics(orchestration_id: str, workspace: Path | None, config: Path | None, 
     content = last_content(settings, orchestration_id)
     found = metrics_of(content, _rewards(settings, content.tenant, content.orchestration_id))
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        click.echo(json_shown(msgspec.json.format(msgspec.json.encode(found), indent=2).decode()))
         return
     click.echo(f"orchestration {content.orchestration_id}")
     for dimension, name, meaning in _ROWS:

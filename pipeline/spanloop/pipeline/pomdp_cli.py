@@ -9,6 +9,7 @@ import msgspec
 
 from spanloop.pipeline.assembly.report import aligned, plain_text
 from spanloop.pipeline.pomdp import PomdpTrace, Step, pomdp_of
+from spanloop.pipeline.screen import json_shown
 from spanloop.schemas import topics
 from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.events import OrchestrationRevised, decode
@@ -41,7 +42,7 @@ def pomdp(
     content = last_content(settings, orchestration_id)
     trace = _only(pomdp_of(content), agent)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(trace), indent=2).decode())
+        click.echo(json_shown(msgspec.json.format(msgspec.json.encode(trace), indent=2).decode()))
         return
     click.echo("\n".join(_lines(trace, content.started_ns)))
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from spanloop.pipeline.screen import json_shown
 from spanloop.schemas.errors import SpanloopError, TransientError
 from spanloop.schemas.settings import Settings, load_settings
 
@@ -95,7 +96,7 @@ def _progress(what: str) -> Callable[[int, int], None]:
 
 
 def _emit(value: Any) -> None:
-    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    click.echo(json_shown(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()))
 
 
 def _reported(report: Report) -> str:

@@ -21,6 +21,7 @@ from spanloop.pipeline.assembly.report import (
 )
 from spanloop.pipeline.assembly.survey import SurveyTrace, from_survey, is_survey, survey_of, to_survey
 from spanloop.pipeline.ports import Log
+from spanloop.pipeline.screen import escaped
 from spanloop.schemas import topics
 from spanloop.schemas.errors import ConfigError, SchemaError
 from spanloop.schemas.events import OrchestrationRevised, RewardsComputed, decode
@@ -34,7 +35,7 @@ _PEEK = 64 * 2**10
 _SURVEY_BYTES = 256 * 2**20
 _REASONS = 5
 _NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_json = msgspec.json.Encoder().encode
+_encode = msgspec.json.Encoder().encode
 _Key = tuple[str, str]
 """Tenant and orchestration."""
 
@@ -166,6 +167,11 @@ def _object(item: OrchestrationContent | SurveyTrace, shape: str) -> dict[str, A
         )
         return None
     return to_survey(survey_of(item))
+
+
+def _json(item: dict[str, Any]) -> bytes:
+    encoded = _encode(item)
+    return escaped(encoded.decode()).encode() if sys.stdout.isatty() else encoded
 
 
 def _print_objects(objects: Iterable[dict[str, Any]], form: str) -> None:

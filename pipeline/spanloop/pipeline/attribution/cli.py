@@ -11,6 +11,7 @@ import msgspec
 
 from spanloop.pipeline.assembly.report import aligned, plain_text
 from spanloop.pipeline.attribution.explain import Failure, explain_failure
+from spanloop.pipeline.screen import json_shown
 from spanloop.schemas.settings import load_settings
 
 __all__ = ["failure"]
@@ -45,7 +46,7 @@ def failure(
     finally:
         log.close()
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        click.echo(json_shown(msgspec.json.format(msgspec.json.encode(found), indent=2).decode()))
         return
     click.echo("\n".join(_lines(found, top)))
 

@@ -15,6 +15,7 @@ from spanloop.pipeline.credit.explain import WORDS, Explanation, Line, explain_c
 from spanloop.pipeline.decisions.cli import decisions
 from spanloop.pipeline.metrics_cli import metrics
 from spanloop.pipeline.pomdp_cli import pomdp
+from spanloop.pipeline.screen import json_shown
 from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.settings import load_settings
 
@@ -94,7 +95,7 @@ def credit(
     lines = _message(found.lines, message) if message else _chosen(found.lines, agent)
     if as_json:
         shown = msgspec.structs.replace(found, lines=tuple(lines))
-        click.echo(msgspec.json.format(msgspec.json.encode(shown), indent=2).decode())
+        click.echo(json_shown(msgspec.json.format(msgspec.json.encode(shown), indent=2).decode()))
     else:
         _print(found, [line for line in lines if token or message or line.unit != "token"])
     if found.problems:

@@ -9,6 +9,7 @@ import click
 import msgspec
 
 from spanloop.pipeline.assembly.report import aligned, plain_text
+from spanloop.pipeline.screen import json_shown
 from spanloop.schemas.canonical import unmicro
 from spanloop.schemas.settings import load_settings
 
@@ -65,7 +66,7 @@ def decisions(
         kept = tuple(item for item in found.decisions if kind in (item.code, item.kind))
         found = msgspec.structs.replace(found, decisions=kept)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        click.echo(json_shown(msgspec.json.format(msgspec.json.encode(found), indent=2).decode()))
         return
     click.echo("\n".join(_lines(found)))
 

@@ -5,6 +5,7 @@ Nothing heavy is imported before it is needed: most statements over archived dat
 
 from __future__ import annotations
 
+import codecs
 import importlib.util
 import json
 import math
@@ -184,7 +185,7 @@ def _write(
         if form == "parquet":
             _parquet(opened, sql, out, progress)
         else:
-            clean = _printable if out.isatty() else bytes
+            clean = _Screen(form) if out.isatty() else bytes
             for data in opened.chunks(sql, form, progress):
                 out.write(clean(data))
         out.flush()
@@ -206,9 +207,18 @@ def _write(
         temporary.unlink(missing_ok=True)
 
 
-def _printable(data: bytes) -> bytes:
-    """Without control characters: whatever comes out of the sandbox, it does not drive a terminal."""
-    return data.translate(None, bytes(code for code in (*range(32), 127) if code not in (9, 10)))
+class _Screen:
+    """Whatever comes out of the sandbox, it does not drive a terminal: JSON is escaped, elsewhere such characters are dropped."""
+
+    def __init__(self, form: str) -> None:
+        from spanloop.pipeline.query.render import printable
+        from spanloop.pipeline.screen import escaped
+
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._clean = escaped if form in ("json", "ndjson") else printable
+
+    def __call__(self, data: bytes) -> bytes:
+        return "\n".join(map(self._clean, self._decode(data).split("\n"))).encode()
 
 
 def _parquet(opened: Query, sql: str, out: Any, progress: Callable[[float], None]) -> None:

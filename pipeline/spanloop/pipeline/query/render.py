@@ -26,7 +26,7 @@ TABLE_ROWS = 1_000
 CELL_WIDTH = 60
 _BATCH = 2_000
 _CONTROL = {
-    **dict.fromkeys((*range(32), *range(127, 160), *range(8206, 8208), *range(8234, 8239), *range(8294, 8298), 1564, 65279)),
+    **dict.fromkeys((*range(32), *range(127, 160), 8203, *range(8206, 8208), *range(8232, 8239), 8288, *range(8294, 8298), 1564, 65279)),
     10: "\\n", 13: "\\r", 9: " ",
 }  # fmt: skip
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\uff1d", "\uff0b", "\uff0d", "\uff20")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from spanloop.pipeline.screen import json_shown
 from spanloop.schemas.errors import ConfigError, SpanloopError
 from spanloop.schemas.settings import Settings, load_settings
 
@@ -85,7 +86,7 @@ def _duration(seconds: float) -> str:
 
 
 def _print_json(value: Any) -> None:
-    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    click.echo(json_shown(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()))
 
 
 @click.command()
