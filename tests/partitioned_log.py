@@ -277,6 +277,16 @@ class Partitions:
         for worker in self.workers:
             self._emit(worker, worker.stage.tick(self.now_ns))
 
+    def deliver(self) -> None:
+        """Deliver everything, also what is still to be repeated; then faults are over."""
+        while self.step():
+            pass
+        self.faults = Faults(time=0.0)
+        self.log.append([r for r in self.again if r.topic not in OWNED])
+        self.again.clear()
+        while self.step():
+            pass
+
     def settle(self, horizon_ns: int = 3600 * S) -> None:
         """Deliver everything without further faults, let time pass until nothing is due within the horizon, deliver again."""
         quiet = Faults(time=0.0)
