@@ -6,6 +6,8 @@ import msgspec
 import pytest
 from made_spans import S, agent, chat, one, span, told, tool
 
+from spanloop.pipeline.assembly.report import clock_skew_s, trace_row
+from spanloop.schemas.events import OrchestrationRevised
 from spanloop.schemas.spans import Span
 
 HERE, THERE = {"service.instance.id": "here"}, {"service.instance.id": "there"}
@@ -42,6 +44,21 @@ def graph(spans: list[Span]) -> tuple[set, set]:
 @pytest.mark.parametrize("ahead", [-200, -8, -1, 1, 8, 200])
 def test_another_hosts_clock_changes_no_event_and_no_edge(ahead):
     assert graph(remote(ahead)) == graph(remote(0))
+
+
+@pytest.mark.parametrize(
+    ("ahead", "shown"), [(0, 0), (1, 0), (-1, 0), (28_800, 28_798), (-28_800, 28_798), (-200, 198)]
+)
+def test_what_shows_that_clocks_differ_is_told(ahead, shown):
+    """At least so much: a sub-agent cannot begin before it is asked, nor its answer be taken before it is given."""
+    content = one([moved(item, 100_000) for item in remote(ahead)])
+    assert clock_skew_s(content) == shown
+    row = trace_row(
+        OrchestrationRevised(tenant="t", orchestration_id="o", revision=1, complete=True), content, None
+    )
+    assert [f for f in row["flags"] if f.startswith("clock_skew")] == (
+        [f"clock_skew:{shown}s"] if shown else []
+    )
 
 
 def test_within_one_process_the_clock_is_believed():

@@ -13,6 +13,7 @@ import msgspec
 
 from spanloop.pipeline.assembly.batch import assemble_spans
 from spanloop.pipeline.assembly.report import (
+    CLOCK_SKEW,
     aligned,
     orchestration_line,
     orchestration_table,
@@ -219,10 +220,11 @@ def traces(workspace: Path | None, config: Path | None, form: str | None, limit:
         return
     cells = [
         (r["orchestration_id"], r["revision"], "" if r["complete"] else "provisional", " ".join(r["agents"][:6]), r["events"],
-         r["tokens"], r["reward"], r["reward_status"], " ".join(r["policy_versions"]))
+         r["tokens"], r["reward"], r["reward_status"], " ".join(r["policy_versions"]),
+         " ".join(flag for flag in r["flags"] if flag.startswith(CLOCK_SKEW)))
         for r in rows[:limit]
     ]  # fmt: skip
-    names = ("orchestration", "rev", "state", "agents", "events", "tokens", "reward", "", "policy")
+    names = ("orchestration", "rev", "state", "agents", "events", "tokens", "reward", "", "policy", "note")
     click.echo("\n".join(aligned(names, cells)))
     click.echo(f"({min(limit, len(rows))} of {len(rows)} orchestrations)")
 

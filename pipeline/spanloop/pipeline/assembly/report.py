@@ -12,7 +12,18 @@ from spanloop.schemas.canonical import unmicro
 from spanloop.schemas.events import OrchestrationRevised, RewardsComputed
 from spanloop.schemas.orchestration import OrchestrationContent, OrchestrationEvent
 
-__all__ = ["aligned", "orchestration_line", "orchestration_table", "plain_text", "trace_row"]
+__all__ = [
+    "CLOCK_SKEW",
+    "aligned",
+    "clock_skew_s",
+    "orchestration_line",
+    "orchestration_table",
+    "plain_text",
+    "trace_row",
+]
+
+CLOCK_SKEW = "clock_skew:"
+"""Begins the flag that a row has beside those of its content; seconds follow."""
 
 
 def orchestration_line(content: OrchestrationContent, revision: int = 1) -> dict[str, Any]:
@@ -59,8 +70,26 @@ def trace_row(
         "reward": None if team is None else unmicro(team),
         "reward_status": "missing" if rewards is None else rewards.status,
         "policy_versions": _versions(content),
-        "flags": list(content.flags),
+        "flags": [*content.flags, *([f"{CLOCK_SKEW}{skew}s"] if (skew := clock_skew_s(content)) else [])],
     }
+
+
+def clock_skew_s(content: OrchestrationContent) -> int:
+    """By how many seconds the clocks of hosts must differ at least: an agent that began before who spawned it, or whose result was
+    taken before it was given. 0: nothing shows that they do; a host that is ahead shows only where results come back."""
+    began = {agent.id: agent.started_ns for agent in content.agents}
+    times = {event.id: event.t_ns for event in content.events}
+    gaps = [
+        began[agent.parent_id] - agent.started_ns
+        for agent in content.agents
+        if agent.started_ns > 1 and agent.parent_id in began
+    ]
+    gaps += [
+        times[edge.src] - times[edge.dst]
+        for edge in content.edges
+        if edge.type == "aggregate" and edge.src in times and edge.dst in times
+    ]
+    return max(0, *gaps) // 1_000_000_000 if gaps else 0
 
 
 def plain_text(text: str) -> str:
