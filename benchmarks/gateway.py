@@ -2,7 +2,8 @@
 
 Gateway and embedded serving run as processes in their default configuration with training on; each call is a chat
 request with three tools, answered by the 61k-parameter policy and recorded in the SQLite log by way of the spool. The most calls a
-second that the gateway passes with 16 clients is its load; half of it, at fixed times, is what latencies are measured at. Direct and
+second that the gateway passes with 16 clients, whole or streamed, is its load; half of it, at fixed times, is what latencies are
+measured at. Direct and
 proxied rounds alternate, so that both see the same machine. While the log is away (another process keeps its write turn) calls
 collect on the spool; afterwards every call must be on the log, once.
 Run: .venv/bin/python benchmarks/gateway.py [--seconds 8] [--rounds 4]
@@ -83,14 +84,14 @@ class Target:
             tasks.append(asyncio.create_task(self.call(stream=stream)))
         return list(await asyncio.gather(*tasks))
 
-    async def closed(self, seconds: float) -> float:
+    async def closed(self, seconds: float, *, stream: bool) -> float:
         """Calls a second with CONNECTIONS clients that ask again at once."""
         deadline, done = time.perf_counter() + seconds, 0
 
         async def client() -> None:
             nonlocal done
             while time.perf_counter() < deadline:
-                await self.call()
+                await self.call(stream=stream)
                 done += 1
 
         begin = time.perf_counter()
@@ -155,13 +156,16 @@ async def measure(
         for target in targets.values():
             for number in range(60):
                 await target.call(stream=number % 2 == 0)
-        most: dict[str, float] = {}
-        for _ in range(2):
-            for name, target in targets.items():
-                most[name] = max(most.get(name, 0.0), await target.closed(CLOSED_S))
-        rate = most["gateway"] / 2
-        figures[f"most_calls_per_s_{CONNECTIONS}_clients"] = {k: round(v) for k, v in most.items()}
-        figures["half_load_calls_per_s"] = round(rate, 1)
+        rates: dict[bool, float] = {}
+        for stream in (False, True):
+            most: dict[str, float] = {}
+            for _ in range(2):
+                for name, target in targets.items():
+                    most[name] = max(most.get(name, 0.0), await target.closed(CLOSED_S, stream=stream))
+            rates[stream] = most["gateway"] / 2
+            kind = "streamed" if stream else "whole"
+            figures[f"most_{kind}_calls_per_s_{CONNECTIONS}_clients"] = {k: round(v) for k, v in most.items()}
+            figures[f"half_load_{kind}_calls_per_s"] = round(rates[stream], 1)
         for away in (False, True):
             for stream in (False, True):
                 samples: dict[str, list[tuple[float, float]]] = {"direct": [], "gateway": []}
@@ -170,7 +174,7 @@ async def measure(
                     for name, target in targets.items():
                         with log_away(workspace, away):
                             before = cpu_s(processes[1])
-                            samples[name] += await target.at_rate(rate, seconds, stream=stream)
+                            samples[name] += await target.at_rate(rates[stream], seconds, stream=stream)
                             used_s += cpu_s(processes[1]) - before if name == "gateway" else 0.0
                 what = f"{'streamed' if stream else 'whole'}_log_{'away' if away else 'there'}"
                 figures[what] = added(samples)
