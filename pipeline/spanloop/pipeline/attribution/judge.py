@@ -8,7 +8,6 @@ is refused here.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Annotated, Any, Protocol
 
@@ -16,6 +15,7 @@ import msgspec
 
 from spanloop.pipeline.attribution.pooling import Opinion, verdict_opinion
 from spanloop.pipeline.attribution.steps import Step
+from spanloop.pipeline.bounded import within
 
 __all__ = ["Judge", "JudgeCase", "Verdict", "ask"]
 
@@ -54,22 +54,10 @@ def ask(judge: Judge, case: JudgeCase, timeout_s: float) -> Opinion | str:
 
     The judge runs in a thread of its own that is not waited for beyond ``timeout_s``.
     """
-    said: list[Any] = []
-
-    def run() -> None:
-        try:
-            said.append(judge(case))
-        except Exception as exc:
-            said.append(exc)
-
-    thread = threading.Thread(target=run, name="spanloop-judge", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if not said:
-        return f"the judge did not answer within {timeout_s:g} s"
-    if isinstance(said[0], Exception):
-        return f"the judge failed: {type(said[0]).__name__}"
-    return _checked(said[0], case.steps)
+    answer, why = within(timeout_s, lambda: judge(case))
+    if why:
+        return f"the judge: {why}"
+    return _checked(answer, case.steps)
 
 
 def _checked(answer: Any, steps: Sequence[Step]) -> Opinion | str:

@@ -8,12 +8,12 @@ set is no verdict; a case that is cut or tainted is never final; nothing that a 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
 
+from spanloop.pipeline.bounded import within
 from spanloop.schemas.canonical import digest
 from spanloop.schemas.errors import ConfigError
 from spanloop.schemas.events import FeedbackReceived
@@ -105,23 +105,11 @@ def ask(judge: Judge, case: Case, timeout_s: float, observed_ns: int) -> Feedbac
         raise ConfigError(
             f"judge {judge.name} is to give feedback named outcome: that is the team's reward; give it another name and weigh it"
         )
-    said: list[Any] = []
     rules, data = prompt_of(case)
-
-    def run() -> None:
-        try:
-            said.append(judge(rules, data))
-        except Exception as exc:
-            said.append(exc)
-
-    thread = threading.Thread(target=run, name="spanloop-judge", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if not said:
-        return f"no answer within {timeout_s:g} s"
-    if isinstance(said[0], Exception):
-        return f"failed: {type(said[0]).__name__}"
-    return _feedback(judge.name, case, said[0], observed_ns)
+    answer, why = within(timeout_s, lambda: judge(rules, data))
+    if why:
+        return why
+    return _feedback(judge.name, case, answer, observed_ns)
 
 
 def _feedback(name: str, case: Case, answer: Any, observed_ns: int) -> FeedbackReceived | str:
