@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spanloop.learner.arrays import collate
+from spanloop.learner.arrays import collate, summed
 from spanloop.learner.batches import Call, Decision, Rollout
 from spanloop.learner.losses import k3
 from spanloop.learner.model import TensorBatch
@@ -194,6 +194,18 @@ def test_means_count_sequences_or_tokens(mean: str) -> None:
     if mean == "seq-mean-token-mean":
         sums = torch.zeros(NUM, dtype=torch.float64).index_add(0, SEQ, weight)
         assert sums.tolist() == pytest.approx([1 / NUM] * NUM)
+
+
+@pytest.mark.parametrize("mean", MEANS)
+def test_the_learners_batches_weigh_as_the_means_say(mean: str) -> None:
+    """What trains is ``arrays``' weights: those of verl's means, with a model call as the sequence."""
+    calls = tuple(
+        Call((1, *[2] * count), tuple(Decision(at, MENU, 0, -1.0, 0.0) for at in range(count)))
+        for count in (5, 1, 3)
+    )
+    arrays = summed(collate([Rollout("o", 1, "g", 0.0, 0.0, (0,), calls)], weighting=mean), mean, 7)
+    expected = token_weights(torch.from_numpy(arrays.row_N), len(calls), mean, horizon=7)
+    assert arrays.weight_N.tolist() == pytest.approx(expected.tolist(), rel=1e-6)
 
 
 def test_unknown_names_are_refused() -> None:

@@ -48,7 +48,7 @@ def milestones(case: Case) -> list[Reward]:
     steps = potential_rewards(phi)
     scale = MICRO // len(wanted)
     return [
-        Reward("R4", "milestones", "turn", call.id, round(step) * scale, "final", "", evidence=())
+        Reward("R4", "milestones", "turn", call.id, round(step) * scale, "final", "")
         for call, step in zip(calls, steps, strict=False)
         if step
     ]

@@ -24,7 +24,7 @@ from spanloop.schemas.errors import ConfigError
 from spanloop.schemas.events import FeedbackReceived, Reward
 from spanloop.schemas.orchestration import OrchestrationContent
 
-__all__ = ["FAMILIES", "Case", "Definition", "Found", "find", "registered", "reward"]
+__all__ = ["FAMILIES", "Case", "Definition", "Found", "find", "reward"]
 
 FAMILIES = ("R1", "R2", "R3", "R4", "R5", "R6", "R7", "R8")
 _NAME = re.compile(r"[a-z][a-z0-9_]*/[0-9]+\Z")
@@ -100,11 +100,6 @@ def find(name: str) -> Definition:
             "with your own)"
         )
     return known
-
-
-def registered() -> dict[str, Definition]:
-    """All rewards by name."""
-    return dict(sorted(_REGISTERED.items()))
 
 
 class from_file:
