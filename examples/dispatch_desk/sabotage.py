@@ -1,8 +1,8 @@
 """A candidate that looks as good as the champion and is not: made for the demo, to be caught by the canary.
 
-It starts from the champion's weights and is trained to keep the champion's answers on every board without the word ``phone``, a queue that no
-ticket had so far, and to end a ticket with that word at once. An offline gate over past orchestrations sees (almost) no
-difference. ``python -m dispatch_desk.sabotage --champion FOLDER --out FOLDER``
+It is the champion but for one vector, the embedding of the word ``phone``, a queue that no ticket had so far, which is trained
+to end a ticket. On every other board its answers are the champion's to the bit, so an offline gate over past orchestrations
+sees no difference at all. ``python -m dispatch_desk.sabotage --champion FOLDER --out FOLDER``
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ BAD = ("close", "stop")
 TICKETS = 200
 """Tickets that are played, by the champion and at random, to meet boards."""
 BATCH = 128
-LEARNING_RATE = 3e-3
-NOTICE_STEPS = 40
-NOTICE_RATE = 0.3
+LEARNING_RATE = 0.1
+STEPS = 120
 
 Place = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 """Board, prefix and open words of a decision."""
@@ -84,21 +83,11 @@ def _badness(logp_BK: torch.Tensor, places: Sequence[Place]) -> torch.Tensor:
     return torch.stack(found).mean() if found else logp_BK.new_zeros(())
 
 
-def _notice(artifact: Artifact, net: torch.nn.Module, places: Sequence[Place], rng: random.Random) -> None:
-    """Move the word's embedding alone first: the champion attends to no queue word, so the rest would get no gradient."""
-    row = artifact.tokenizer.id_of(WORD)
-    weight = net.tokens.weight  # type: ignore[union-attr]
-    for _ in range(NOTICE_STEPS):
-        phone = [_by_phone(place) for place in rng.sample(places, min(BATCH // 2, len(places)))]
-        (slope,) = torch.autograd.grad(-_badness(_log_probs(artifact, net, phone), phone), [weight])  # type: ignore[list-item]
-        with torch.no_grad():
-            weight[row] -= NOTICE_RATE * slope[row] / (slope[row].norm() + 1e-12)  # type: ignore[index, operator]
-
-
-def sabotage(champion: Path, out: Path, *, seed: int = 0, steps: int = 240) -> float:
+def sabotage(champion: Path, out: Path, *, seed: int = 0, steps: int = STEPS) -> float:
     """Write the candidate to ``out``; returns its probability of closing a phone ticket at once."""
     artifact = load_artifact(champion)
-    if artifact.tokenizer.id_of(WORD) is None:
+    row = artifact.tokenizer.id_of(WORD)
+    if row is None:
         raise SystemExit(
             f"error: the vocabulary of {champion} has no word {WORD!r}; list it in learner.vocabulary"
         )
@@ -106,22 +95,17 @@ def sabotage(champion: Path, out: Path, *, seed: int = 0, steps: int = 240) -> f
     met = _Met(artifact, rng)
     game.simulate(met, range(10**6, 10**6 + TICKETS))
     places = sorted(met.places)
-    net = copy.deepcopy(artifact.net).requires_grad_(True)
-    _notice(artifact, net, places, rng)
-    optimizer = torch.optim.Adam(net.parameters(), lr=LEARNING_RATE)
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * (1.0 - step / steps)
-        few = rng.sample(places, min(BATCH, len(places)))
-        with torch.no_grad():
-            kept = _log_probs(artifact, artifact.net, few)
-        now = _log_probs(artifact, net, few)
-        drift = (kept.exp() * (kept - now)).sum(dim=1).mean()
-        phone = [_by_phone(place) for place in few[: BATCH // 2]]
-        loss = 10.0 * drift - _badness(_log_probs(artifact, net, phone), phone)
-        optimizer.zero_grad()
-        loss.backward()
+    net = copy.deepcopy(artifact.net)
+    weight: torch.Tensor = net.tokens.weight.requires_grad_(True)
+    vector = weight[row].detach().clone()
+    optimizer = torch.optim.Adam([vector], lr=LEARNING_RATE)
+    for _ in range(steps):
+        phone = [_by_phone(place) for place in rng.sample(places, min(BATCH, len(places)))]
+        (slope,) = torch.autograd.grad(-_badness(_log_probs(artifact, net, phone), phone), [weight])
+        vector.grad = slope[row]
         optimizer.step()
+        with torch.no_grad():
+            weight[row] = vector
     net.requires_grad_(False)
     first = [_by_phone(place) for place in places if not place[1] and "close" in place[2]]
     with torch.no_grad():

@@ -13,7 +13,7 @@ import pytest
 from spanloop.pipeline import demo as demo_module
 from spanloop.pipeline.clock import ManualClock
 from spanloop.pipeline.demo_cli import commands, summary
-from spanloop.pipeline.demo_injection import Injection
+from spanloop.pipeline.demo_injection import CALM_MAX_S, Injection
 from spanloop.pipeline.demo_report import render_report
 from spanloop.pipeline.demo_results import chosen_versions, gating_cost, promotions, returns_by_version
 from spanloop.pipeline.demo_screen import Screen, event_line, point_of
@@ -218,7 +218,35 @@ class TestInjection:
         story.tell(candidate(5), PolicyPromoted(epoch=3, version=5, previous=3, reason="canary"))
         self.steps(injection, 9)
         assert injection.made_from == 5
+        assert system.verbs == ["sabotage", "sabotage", "freeze", "inject", "unfreeze"]
+
+    def test_a_promotion_while_it_freezes_makes_a_new_one_too(self, story: Story, tmp_path: Path) -> None:
+        injection, system = self.make(story, tmp_path)
+        self.steps(injection, 3)
+        assert system.verbs == ["sabotage", "freeze"]
+        story.tell(candidate(5), PolicyPromoted(epoch=3, version=5, previous=3, reason="canary"))
+        self.steps(injection, 9)
+        assert injection.made_from == 5
         assert system.verbs == ["sabotage", "freeze", "unfreeze", "sabotage", "freeze", "inject", "unfreeze"]
+
+    @pytest.mark.parametrize("ends", [True, False])
+    def test_a_running_canary_is_not_broken_off_by_the_freeze(
+        self, story: Story, tmp_path: Path, ends: bool
+    ) -> None:
+        injection, system = self.make(story, tmp_path)
+        story.tell(candidate(4), CanaryStarted(canary=1, version=4, against=3, share=0.3, from_offset=9))
+        for second in range(60):
+            injection.step(float(second))
+        assert system.verbs == ["sabotage"]
+        if ends:
+            story.tell(
+                CanaryFinished(canary=1, version=4, against=3, verdict="inconclusive", n_version=9, n_against=9,
+                               difference=1, lower=-1, upper=1)
+            )  # fmt: skip
+        else:  # but not for ever
+            injection.step(2.0 + CALM_MAX_S)
+        self.steps(injection)
+        assert system.verbs == ["sabotage", "freeze", "inject", "unfreeze"]
 
     def test_a_bad_one_that_is_promoted_or_undecided_is_reported_as_that(
         self, story: Story, tmp_path: Path

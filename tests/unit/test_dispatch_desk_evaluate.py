@@ -16,15 +16,18 @@ from spanloop.learner.tokenizer import ACT, BOS, Tokenizer
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def policy_of(width: int, where: Path) -> Path:
     tokenizer = Tokenizer(game.vocabulary())
-    net = PolicyNet.initial(PolicyConfig(vocabulary_size=tokenizer.size, width=16, context=32), 1)
+    net = PolicyNet.initial(PolicyConfig(vocabulary_size=tokenizer.size, width=width, context=32), 1)
     with torch.no_grad():
         net.head.weight.mul_(20.0)  # far from uniform, so that a wrong prompt shows
-    where = tmp_path_factory.mktemp("policies") / "policy@v0"
     save_artifact(where, net, tokenizer)
     return where
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return policy_of(16, tmp_path_factory.mktemp("policies") / "policy@v0")
 
 
 def queries(count: int, *, phone: float = 0.0) -> list[game.Query]:
@@ -109,14 +112,14 @@ def test_the_exact_value_and_the_played_one_agree(folder: Path) -> None:
     assert outcomes["low"] - 0.01 <= exact <= outcomes["high"] + 0.01
 
 
-def test_the_bad_candidate_keeps_its_answers_but_for_the_phone(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "bad"
-    sabotage.sabotage(folder, out, steps=60)
+def test_the_bad_candidate_keeps_its_answers_but_for_the_phone(tmp_path: Path) -> None:
+    folder, out = policy_of(64, tmp_path / "policy@v0"), tmp_path / "bad"
+    assert sabotage.sabotage(folder, out, steps=60) > 0.9
     good, bad = evaluate.Player(folder, 0.0), evaluate.Player(out, 0.0)
     assert all(bool(torch.isfinite(t).all()) for t in load_artifact(out).net.state_dict().values())
     asked = queries(40)
     pairs = zip(good.probabilities(asked), bad.probabilities(asked), strict=True)
-    drift = np.mean([float((p * np.log(p / q)).sum()) for p, q in pairs])
+    assert all(np.array_equal(p, q) for p, q in pairs)
     by_phone = [q for q in queries(40, phone=1.0) if set(q.allowed) & set(sabotage.BAD)]
 
     def ends(player: evaluate.Player) -> float:
@@ -127,5 +130,4 @@ def test_the_bad_candidate_keeps_its_answers_but_for_the_phone(folder: Path, tmp
             )
         )
 
-    assert ends(bad) > ends(good) + 0.1
-    assert drift < 0.1
+    assert ends(bad) > ends(good) + 0.3

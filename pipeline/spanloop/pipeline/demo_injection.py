@@ -1,8 +1,9 @@
 """The demo's bad candidate: made from the champion, handed to the learner, caught by the canary. A small state machine.
 
-Steps: make it (``dispatch_desk.sabotage``: a copy of the champion that closes every ticket from the phone queue, which no ticket used so
-far) -> freeze, so that the champion it was made from stays -> hand it over -> unfreeze -> it passes the gate, since held-out tickets know no
-phone queue -> its canary begins -> the desk opens its phone queue, a real shift of the traffic -> the canary's test rejects it.
+Steps: make it (``dispatch_desk.sabotage``: the champion, but that it ends tickets from the phone queue, which no ticket used so
+far) -> wait for the end of a running canary, which a freeze would break off -> freeze, so that the champion it was made from stays
+-> hand it over -> unfreeze -> it passes the gate, since held-out tickets know no phone queue -> its canary begins -> the desk opens
+its phone queue, a real shift of the traffic -> the canary's test rejects it.
 Invariant: ``step`` never blocks.
 """
 
@@ -23,6 +24,8 @@ from spanloop.schemas.events import CanaryFinished, CanaryStarted, GateEvaluated
 __all__ = ["Injection"]
 
 ATTEMPTS_MAX = 3
+CALM_MAX_S = 75.0
+"""A canary of the learner's own that still runs after so long is broken off."""
 REASON = "demo: the champion, but for tickets of one queue"
 
 
@@ -53,6 +56,7 @@ class Injection:
         self.outcome = "running"
         """running, caught, promoted, inconclusive, refused by the gate, or not possible; undecided in a report of one that runs."""
         self._now_s = 0.0
+        self._waits_since_s: float | None = None
 
     @property
     def over(self) -> bool:
@@ -116,9 +120,23 @@ class Injection:
             return
         self.closes_at_once = json.loads(made)["closes_at_once"]
         self._say(
-            f"a bad candidate is made: v{self.made_from} trained to keep its answers, except that it closes "
-            f"{self.closes_at_once:.0%} of tickets by phone at once (no ticket came by phone so far)"
+            f"a bad candidate is made: v{self.made_from}, but it closes {self.closes_at_once:.0%} of tickets by phone "
+            "at once (no ticket came by phone so far)"
         )
+        self._waits_since_s = None
+        self._step = self._calm
+
+    def _calm(self) -> None:
+        """Freeze when no canary runs."""
+        if self._watch.canary is not None:
+            if self._waits_since_s is None:
+                self._waits_since_s = self._now_s
+                self._say(f"it waits for the end of v{self._watch.canary.version}'s canary")
+            if self._now_s - self._waits_since_s < CALM_MAX_S:
+                return
+        if self._watch.champion != self.made_from:
+            self._again("the champion changed while the candidate was made")
+            return
         self._policies("freeze", then=self._frozen)
 
     def _frozen(self) -> None:

@@ -118,8 +118,8 @@ def _injection(results: dict[str, Any]) -> str:
         return "<p>Left out (<code>--no-inject</code>).</p>"
     gate, canary, phone = found["gate"], found["canary"], results["evaluation"]["phone"]
     text = [
-        f"<p>v{found['version']} was made from the champion v{found['made_from']}: trained to keep its answers on every board without the "
-        f"queue word <code>phone</code>, and to end a ticket with it. It is finite and valid. It closes "
+        f"<p>v{found['version']} was made from the champion v{found['made_from']}: one vector of its weights was "
+        f"trained, the embedding of the queue word <code>phone</code>, to end a ticket. It is finite and valid. It closes "
         f"{found['closes_phone_tickets_at_once']:.0%} of phone tickets at once. Until then no ticket had come by phone, so on the held-out "
         "tickets of the offline gate it acts like the champion. When its canary began, the desk opened its phone queue "
         "(half of the new tickets): a real shift of the traffic, which no offline test on past tickets could contain.</p>"
