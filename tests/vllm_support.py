@@ -102,7 +102,9 @@ def peft_scores(base: Path, folder: Path, prompts: Sequence[Sequence[int]]) -> l
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder).eval()
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder
+    ).eval()
     found = []
     with torch.no_grad():
         for prompt in prompts:
