@@ -9,7 +9,8 @@ held out is a function of its id only, so no revision ever moves it from one sid
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -19,7 +20,7 @@ from spanloop.schemas.events import Sample, SamplesBuilt
 from spanloop.schemas.ids import policy_number
 from spanloop.schemas.orchestration import ModelCall, OrchestrationContent
 
-__all__ = ["build_samples", "exclusion", "group_of", "is_holdout"]
+__all__ = ["Asked", "build_samples", "exclusion", "group_of", "group_of_calls", "is_holdout"]
 
 
 def is_holdout(orchestration_id: str, share: float) -> bool:
@@ -47,16 +48,32 @@ def exclusion(call: ModelCall) -> str:
     return ""
 
 
+class Asked(Protocol):
+    """What of a model call says what it may be compared with."""
+
+    @property
+    def policy_version(self) -> str: ...
+    @property
+    def harness(self) -> str: ...
+    @property
+    def task_key(self) -> str: ...
+
+
 def group_of(content: OrchestrationContent) -> tuple[str, str]:
+    """``group_of_calls`` of an orchestration."""
+    return group_of_calls(content.tenant, content.orchestration_id, content.calls)
+
+
+def group_of_calls(tenant: str, orchestration_id: str, calls: Sequence[Asked]) -> tuple[str, str]:
     """(group, harness): what may be compared with what. The group of a task is a digest of its key and the harness, of the calls
     that a policy of ours answered if there are any, else of all; without a single task key it is the orchestration's own id."""
-    served = [call for call in content.calls if policy_number(call.policy_version) >= 0] or content.calls
+    served = [call for call in calls if policy_number(call.policy_version) >= 0] or calls
     harnesses = sorted({call.harness for call in served})
     keys = {call.task_key for call in served if call.task_key}
     harness = harnesses[0] if len(harnesses) == 1 else digest("harnesses", *harnesses) if harnesses else ""
     if len(keys) != 1:
-        return content.orchestration_id, harness
-    return digest("group", content.tenant, keys.pop(), harness), harness
+        return orchestration_id, harness
+    return digest("group", tenant, keys.pop(), harness), harness
 
 
 def build_samples(

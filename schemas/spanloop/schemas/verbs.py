@@ -31,6 +31,7 @@ _SUMMARY = {
     "query": "Run SQL (DuckDB) over a workspace.",
     "traces": "List the orchestrations of a workspace.",
     "explain": "Show how a reward became credit, who is to blame for a failure, and what each agent saw and did.",
+    "export": "Write data sets for fine-tuning: supervised, weighted, preference pairs.",
     "provenance": "Show which orchestrations taught a policy version.",
     "policies": "List versions, promotions and routing; roll back.",
     "feedback": "Send an outcome for an orchestration, trace, span or response.",
