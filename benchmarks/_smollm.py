@@ -46,9 +46,9 @@ def _convert(work: Path, folder: Path) -> None:
     }
     config = LlamaConfig(**about)
     config.head_dim = config.hidden_size // config.num_attention_heads
-    plain = LlamaForCausalLM(config)
+    plain = LlamaForCausalLM(config).bfloat16()
     plain.load_state_dict(read.state_dict())
-    plain.to(torch.bfloat16).save_pretrained(folder)
+    plain.save_pretrained(folder)
     AutoTokenizer.from_pretrained(work, gguf_file="model.gguf").save_pretrained(folder)
 
 

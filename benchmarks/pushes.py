@@ -39,7 +39,7 @@ from spanloop.pipeline.log import scan
 from spanloop.pipeline.log.sqlite import SqliteLog
 from spanloop.pipeline.ports import new_record
 from spanloop.schemas import topics
-from spanloop.schemas.events import RoutingChanged, decode
+from spanloop.schemas.events import RoutingChanged, SpansReceived, decode
 
 CLIENTS, TOKENS = 4, 24
 PAUSE_S = 1.0
@@ -127,10 +127,12 @@ def latencies(calls: list[tuple[float, float, int]], during: list[tuple[float, f
 
 def recorded(log: SqliteLog) -> list[dict[str, Any]]:
     """Attributes and times of each call that the gateway recorded."""
+    events = (decode(record.value) for record in scan(log, [topics.SPANS]))
     return [
         {**span.attributes, "begin_ns": span.start_ns, "end_ns": span.end_ns}
-        for record in scan(log, [topics.SPANS])
-        for span in decode(record.value).spans
+        for event in events
+        if isinstance(event, SpansReceived)
+        for span in event.spans
     ]
 
 

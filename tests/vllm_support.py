@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,14 @@ class VllmServer:
         return write_lora(folder, self.base, seed)
 
 
-def start_server(workspace: Path, base: Path, *, port: int | None = None, **serving: Any) -> VllmServer:
+def start_server(
+    workspace: Path,
+    base: Path,
+    *,
+    port: int | None = None,
+    environment: Mapping[str, str] | None = None,
+    **serving: Any,
+) -> VllmServer:
     """Start one; raises AssertionError with its last lines when it does not come up."""
     port = port or free_port()
     section = {"engine": "vllm", "port": port, **serving}
@@ -140,6 +147,7 @@ def start_server(workspace: Path, base: Path, *, port: int | None = None, **serv
     )
     environment = {
         **os.environ,
+        **(environment or {}),
         "SPANLOOP_WORKSPACE": str(workspace),
         "SPANLOOP_SERVING": json.dumps(section),
         "SPANLOOP_LEARNER__MODEL": str(base),

@@ -3,22 +3,19 @@ back; what a client downloads by the alias is the champion, hash by hash; an out
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hf_world import first_policy, settings, tiny
+from mlflow_support import Server
 
 from spanloop.learner.model import load_artifact, save_artifact
 from spanloop.learner.registry import MlflowRegistry, tracking_uri
 from spanloop.learner.serving.memory import MemoryServing
+from spanloop.learner.serving.vllm_plugins.spanloop_mlflow import FILES, MlflowVersions
 from spanloop.learner.trainer import Learner
 from spanloop.pipeline.clock import ManualClock
 from spanloop.pipeline.log.memory import MemoryLog
@@ -27,42 +24,6 @@ from spanloop.schemas.errors import TransientError
 from spanloop.schemas.events import PolicyCommand
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-READY_S = 200.0
-"""A server's first start makes its tables; alone on two cores it took 20 s."""
-
-
-class Server:
-    def __init__(self, home: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        self._log = home / "server.log"
-        command = [
-            sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
-            "--backend-store-uri", f"sqlite:///{home}/server.db", "--artifacts-destination", str(home / "artifacts"),
-        ]  # fmt: skip
-        environment = {
-            **os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_MODEL_CATALOG_URI": "",
-            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-        }  # fmt: skip
-        with self._log.open("w") as out:
-            self.child = subprocess.Popen(
-                command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-            )
-
-    def wait(self) -> None:
-        deadline = time.monotonic() + READY_S
-        while time.monotonic() < deadline and self.child.poll() is None:
-            try:
-                with urllib.request.urlopen(self.url + "/health", timeout=1):
-                    return
-            except OSError:
-                time.sleep(0.1)
-        pytest.fail(self._log.read_text()[-3000:])
-
-    def signal(self, number: int) -> None:
-        os.killpg(self.child.pid, number)
 
 
 @pytest.fixture(scope="module")
@@ -159,3 +120,46 @@ def test_registering_is_idempotent_and_survives_a_lost_run(
     assert registry.register(1, tmp_path / "policy@v1", tags={}, metrics={}) != first
     with pytest.raises(TransientError, match="does not know version 7"):
         registry.set_champion(7, epoch=1)
+
+
+def test_a_vllm_server_elsewhere_fetches_a_version_by_its_name(
+    server: Server, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = MlflowRegistry(server.url, "fetched", tmp_path)
+    made = tmp_path / "policy@v0"
+    sha256 = save_artifact(made, first_policy(model), None)
+    registry.register(0, made, tags={"spanloop.sha256": sha256}, metrics={})
+    registry.register(1, made, tags={"spanloop.sha256": "0" * 64}, metrics={})
+    registry.register(2, made, tags={}, metrics={})
+    cache = tmp_path / "elsewhere" / "cache"
+    versions = MlflowVersions(server.url, cache, {"MLFLOW_TRACKING_USERNAME": "a"})
+    folder = versions.fetch("fetched@v0")
+    assert folder is not None
+    assert folder == cache / "fetched@v0"
+    assert [(folder / f).read_bytes() for f in FILES] == [(made / f).read_bytes() for f in FILES]
+
+    with pytest.raises(ValueError, match="its tag says 000000000000: it is not served"):
+        versions.fetch("fetched@v1")
+    with pytest.raises(ValueError, match=r"no tag spanloop\.sha256"):
+        versions.fetch("fetched@v2")
+    for unknown in ("fetched@v7", "other@v0", "gpt-5", "../x@v0", "x' or '1'='1@v0"):
+        assert versions.fetch(unknown) is None
+    assert [path.name for path in cache.iterdir()] == ["fetched@v0"]  # nothing of a failed one stays
+
+    def no_network(*_: Any, **__: Any) -> Any:
+        raise AssertionError("asked again")
+
+    monkeypatch.setattr("http.client.HTTPConnection.request", no_network)
+    assert versions.fetch("fetched@v0") == folder
+    monkeypatch.undo()
+    with pytest.raises(OSError, match=r"refused|\[Errno"):
+        MlflowVersions("http://127.0.0.1:9", cache, {}).fetch("fetched@v3")
+    with pytest.raises(ValueError, match="is not the http"):
+        MlflowVersions("sqlite:///x.db", cache, {})
+
+
+def test_the_artifact_store_has_to_be_behind_the_server(tmp_path: Path) -> None:
+    versions = MlflowVersions("http://127.0.0.1:9", tmp_path, {})
+    with pytest.raises(ValueError, match="--artifacts-destination"):
+        versions._root("file:///artifacts/policy@v0")
+    assert versions._root("mlflow-artifacts:/1/abc/artifacts/policy@v0") == "1/abc/artifacts/policy@v0"

@@ -2,18 +2,22 @@
 gateway records is what vLLM sampled from."""
 
 import asyncio
+import hashlib
 import json
 import math
 import os
+import shutil
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
+from mlflow_support import Server as MlflowServer
 from serving_support import sse, until
 from vllm_support import (
     FIRST,
@@ -31,8 +35,10 @@ from spanloop.collectors.gateway import Gateway
 from spanloop.learner.deployment import Deployment
 from spanloop.learner.hf_base import base_of_settings
 from spanloop.learner.hf_policy import HfPolicy
+from spanloop.learner.registry import MlflowRegistry
 from spanloop.learner.serving.calls import ServerCalls
 from spanloop.learner.serving.vllm import VllmServing, serving_of
+from spanloop.learner.tiny_model import build_tiny_model
 from spanloop.pipeline.clock import SystemClock
 from spanloop.pipeline.log.memory import MemoryLog
 from spanloop.pipeline.ports import new_record
@@ -371,3 +377,53 @@ def test_nothing_of_a_killed_vllm_is_left(server, tmp_path):
         only.unload("policy@v1")
     finally:
         stop_server(second)
+
+
+def test_a_server_without_the_learners_disk_fetches_versions_from_mlflow(tmp_path):
+    need_vllm()
+    base = build_tiny_model(tmp_path / "base", WORDS, hidden=64, heads=2, context=256)
+    (tmp_path / "mlflow").mkdir()
+    mlflow = MlflowServer(tmp_path / "mlflow")
+    server = None
+    try:
+        mlflow.wait()
+        server = start_server(
+            tmp_path / "elsewhere",
+            base,
+            adapters="mlflow",
+            environment={"SPANLOOP_LEARNER__TRACKING_URI": mlflow.url},
+        )
+        registry = MlflowRegistry(mlflow.url, "policy", tmp_path / "workspace")
+        serving = VllmServing([server.url], by_name=True)
+        made = {}
+        for version in (1, 2):
+            made[version] = server.version(
+                tmp_path / "workspace" / "policies" / f"policy@v{version}", version
+            )
+            digest = sha256_of(made[version])
+            registry.register(version, made[version], tags={"spanloop.sha256": digest}, metrics={})
+        shutil.copytree(made[2], tmp_path / "policy@v3")
+        registry.register(3, tmp_path / "policy@v3", tags={"spanloop.sha256": "0" * 64}, metrics={})
+        for version, path in made.items():
+            serving.load(f"policy@v{version}", path)
+            scores = serving.probe(f"policy@v{version}", [PROMPT])
+            assert scores[0] == pytest.approx(peft_scores(base, path, [PROMPT])[0], abs=1e-3)
+        cached = {card["id"]: card["root"] for card in ServerCalls(server.url).cards()}["policy@v2"]
+        assert Path(cached).is_relative_to(tmp_path / "elsewhere")
+        with pytest.raises(TransientError, match="does not get policy@v3 from MLflow"):
+            serving.load("policy@v3", tmp_path / "policy@v3")
+        assert "is not served" in "\n".join(server.lines)
+    finally:
+        if server is not None:
+            stop_server(server)
+        mlflow.signal(signal.SIGKILL)
+        mlflow.child.wait(20)
+
+
+def sha256_of(folder):
+    """A version's hash, as docs/models.md has it."""
+    lines = "".join(
+        f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n"
+        for name in ("adapter_config.json", "adapter_model.safetensors")
+    )
+    return hashlib.sha256(lines.encode()).hexdigest()

@@ -52,6 +52,8 @@ class Stub:
         self.processed = True
         self.running = []
         """What /metrics says next: lists of names."""
+        self.fetches = {}
+        """Versions that a resolver would find: path by name."""
 
     def handle(self, method, path, body):
         self.calls.append((path, body))
@@ -74,6 +76,8 @@ class Stub:
         return 200, "Success"
 
     def completions(self, body):
+        if body["model"] in self.fetches:
+            self.loaded.setdefault(body["model"], self.fetches[body["model"]])
         if body["model"] not in self.loaded:
             return error(404, f"The model `{body['model']}` does not exist.")
         seed = int(self.weights.get(body["model"], body["model"]).rpartition("v")[2])
@@ -81,6 +85,8 @@ class Stub:
             return 200, {
                 "choices": [{"index": 0, "logprobs": {"token_logprobs": [0.0 if self.processed else -3.2]}}]
             }
+        if "logprob_token_ids" not in body:
+            return 200, {"choices": [{"index": 0, "text": ""}]}
         choices = []
         for index, prompt in enumerate(body["prompt"]):
             top = {f"token_id:{t}": -0.01 * (seed + t + len(prompt)) for t in body["logprob_token_ids"]}
@@ -427,6 +433,55 @@ def test_the_command_and_the_environment(tmp_path):
     assert (Path(environment["PYTHONPATH"]) / "spanloop_exploration.py").exists()
     for name in ("HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
         assert environment[name] == "1"
+
+
+def test_a_server_that_fetches_from_mlflow_gets_its_plugin(tmp_path):
+    def environment(**learner):
+        settings = load_settings(flags={"serving": {"adapters": "mlflow"}, "learner": learner})
+        return vllm_environment(settings, {}, policies=tmp_path / "policies", cpu=False)
+
+    found = environment(tracking_uri="http://mlflow:5000")
+    assert found["VLLM_PLUGINS"] == "spanloop_mlflow"
+    assert found["SPANLOOP_MLFLOW_URI"] == "http://mlflow:5000"
+    code = (
+        "from importlib.metadata import entry_points\n"
+        "(one,) = [e for e in entry_points(group='vllm.general_plugins') if e.name == 'spanloop_mlflow']\n"
+        "one.load()(); import spanloop_exploration_is_beside_it"
+    )
+    (tmp_path / "vllm" / "spanloop_exploration_is_beside_it.py").write_text("import sys; sys.exit(7)")
+    assert (tmp_path / "vllm" / "spanloop_exploration.py").exists()
+    child = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": found["PYTHONPATH"]}, check=False, timeout=60
+    )
+    assert child.returncode == 7
+    with pytest.raises(ConfigError, match=r"tracking_uri is empty: name the http\(s\) URL"):
+        environment()
+
+
+def test_versions_that_servers_fetch_by_name(lora):
+    path = lora(1)
+    first, second = Stub(), Stub()
+    with serve(first) as url, serve(second) as other:
+        serving = VllmServing([url, other], timeout_s=5.0, by_name=True, sleep=lambda _: None)
+        for server in (first, second):
+            server.fetches = {"policy@v1": "/somewhere/else/policy@v1"}
+        serving.load("policy@v1", path)
+        assert serving.loaded() == ["policy@v1"]
+        serving.load("policy@v1", path)
+        assert not any(route.endswith("/load_lora_adapter") for route, _ in first.calls + second.calls)
+        serving.unload("policy@v1")
+        second.fetches = {}
+        with pytest.raises(TransientError, match=r"does not get policy@v1 from MLflow \(404\)"):
+            serving.load("policy@v1", path)
+        assert first.loaded == {}  # all or nothing
+        second.answers["/v1/completions"] = [
+            error(400, "LoRA adapter 'policy@v1' was found but could not be loaded.")
+        ]
+        with pytest.raises(SchemaError, match="was found but could not be loaded"):
+            serving.load("policy@v1", path)
+        first.loaded["policy@v1"] = "/somewhere/else/policy@v2"
+        with pytest.raises(StaleError):
+            serving.load("policy@v1", path)
 
 
 def test_where_vllm_is(tmp_path, monkeypatch):

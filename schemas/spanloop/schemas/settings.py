@@ -191,6 +191,9 @@ class Serving(_Section):
     urls: tuple[str, ...] = ()
     """Base URLs of vLLM servers that run elsewhere: versions are loaded on all of them, the gateway spreads conversations over
     them. Empty: one server, started by `spanloop up` on host and port."""
+    adapters: Literal["path", "mlflow"] = "path"
+    """How vLLM servers get a version. path: they see the workspace under the learner's path. mlflow: they fetch it by its name
+    from the MLflow server in learner.tracking_uri (docs/serving.md)."""
     vllm_args: tuple[str, ...] = ()
     """Further arguments for the vLLM server that spanloop starts, e.g. ["--tensor-parallel-size", "2"]."""
     host: str = "127.0.0.1"

@@ -1,7 +1,7 @@
 """The serving port for vLLM: one LoRA adapter a version, on one or several servers, all or nothing.
 
 Place: what the learner uses where ``serving.engine`` is ``vllm``. A version is loaded under a new immutable name from a new
-path (vLLM keys its prefix cache by both, so that weights replaced in place would go on answering from the old cache).
+path, or fetched by that name from MLflow (vLLM keys its prefix cache by both, so that weights replaced in place would go on answering from the old cache).
 
 Invariants: no server is asked to load what ``lora_files`` refuses. A version counts as loaded when every server lists it with
 its path and all answer a probe alike; where one of them fails, it is unloaded from those that had taken it. A version is
@@ -41,6 +41,7 @@ class VllmServing:
         timeout_s: For one call.
         grace_s: How long ``unload`` waits for requests on the version.
         tolerance: Largest difference in nats between two servers' answers to a probe.
+        by_name: The servers fetch a version by its name (from MLflow) instead of reading the learner's path.
         sleep: Waits so many seconds.
     """
 
@@ -52,6 +53,7 @@ class VllmServing:
         timeout_s: float = TIMEOUT_S,
         grace_s: float = GRACE_S,
         tolerance: float = 1e-2,
+        by_name: bool = False,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         if not urls:
@@ -61,6 +63,7 @@ class VllmServing:
             raise ConfigError(f"serving.urls names a server twice: {', '.join(urls)}")
         self._grace_s = grace_s
         self._tolerance = tolerance
+        self._by_name = by_name
 
     def load(self, name: str, path: Path) -> None:
         """Load on every server, then verify on every server; on a failure undo what this call loaded.
@@ -71,7 +74,7 @@ class VllmServing:
             replica.versions().get(name) for replica in self._replicas
         ]  # all must be there before one changes
         for replica, served in zip(self._replicas, known, strict=True):
-            if served is not None and Path(served) != path:
+            if served is not None and not self._is(served, path):
                 raise taken(name, served, path, replica.url)
         check_lora(path)
         mine: list[Replica] = []
@@ -79,16 +82,24 @@ class VllmServing:
             for replica, served in zip(self._replicas, known, strict=True):
                 if served is None:
                     mine.append(replica)  # also where the answer is lost: it may load it yet
-                    replica.load(name, path)
+                    if self._by_name:
+                        replica.fetch(name)
+                    else:
+                        replica.load(name, path)
             self._verify(name, path)
         except SpanloopError:
             self._undo(name, mine)
             raise
 
+    def _is(self, served: str, path: Path) -> bool:
+        """Whether what a server lists can be the artifact; a server that fetched it has it under a path of its own, and the
+        learner's probe proves the rest."""
+        return Path(served) == path or (self._by_name and Path(served).name == path.name)
+
     def _verify(self, name: str, path: Path) -> None:
         for replica in self._replicas:
             served = replica.versions().get(name)
-            if served is None or Path(served) != path:
+            if served is None or not self._is(served, path):
                 raise SchemaError(
                     f"the server {replica.url} said that it loaded {name}, but lists {served or 'no such model'}"
                 )
@@ -151,4 +162,9 @@ def serving_of(settings: Settings) -> ServingPort:
         return HttpServing(urls[0])
     learner = settings.learner
     mean = learner.probe_tolerance or (0.001 if learner.dtype == "float32" else 0.06)
-    return VllmServing(urls, key=settings.gateway.upstream_key.get_secret_value(), tolerance=10.0 * mean)
+    return VllmServing(
+        urls,
+        key=settings.gateway.upstream_key.get_secret_value(),
+        tolerance=10.0 * mean,
+        by_name=settings.serving.adapters == "mlflow",
+    )

@@ -95,6 +95,20 @@ class Replica:
         if Path(served) != path:
             raise taken(name, served, path, self.url)
 
+    def fetch(self, name: str) -> None:
+        """Ask for the version by its name, which the server's resolver fetches. Raises SchemaError, TransientError."""
+        body = {"model": name, "prompt": [list(PROBE[0])], "max_tokens": 1}
+        answer = self.again(lambda: self._calls.call("POST", "/v1/completions", body))
+        if answer.status == 200:
+            return
+        if answer.status == 400:
+            raise SchemaError(f"the server {self.url} refuses {name}: {answer.body}", status=answer.status)
+        raise TransientError(
+            f"the server {self.url} does not get {name} from MLflow ({answer.status}): {answer.body}; its log says why. It needs "
+            "VLLM_PLUGINS=spanloop_mlflow and SPANLOOP_MLFLOW_URI (docs/serving.md)",
+            status=answer.status,
+        )
+
     def _refusal(self, name: str, path: Path, answer: Answer) -> SpanloopError:
         told = str(answer.body)
         if answer.status == 404 and not answer.told:

@@ -34,7 +34,7 @@ from spanloop.pipeline.workspace import check_port, process_name
 from spanloop.schemas.errors import ConfigError, SpanloopError, TerminalError, TransientError
 from spanloop.schemas.settings import Settings, load_settings
 
-__all__ = ["end_leftovers", "main", "vllm_command", "vllm_environment", "vllm_python"]
+__all__ = ["end_leftovers", "main", "vllm_command", "vllm_environment", "vllm_python", "write_plugins"]
 
 STARTUP_S = 600.0
 """A large model takes its time to load; a tiny one on a CPU is up in half a minute."""
@@ -130,12 +130,39 @@ def vllm_environment(
         "VLLM_LORA_RESOLVER_CACHE_DIR": str(policies.resolve()),
         "PYTHONPATH": str(PLUGINS),
     }
+    if settings.serving.adapters == "mlflow":
+        uri = settings.learner.tracking_uri or environment.get("MLFLOW_TRACKING_URI", "")
+        if not uri.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"serving.adapters is mlflow, but learner.tracking_uri is {uri or 'empty'}: name the http(s) URL of an MLflow server"
+            )
+        plugins = policies.resolve().parent / "vllm"
+        write_plugins(plugins)
+        ours |= {
+            "VLLM_PLUGINS": "spanloop_mlflow",
+            "SPANLOOP_MLFLOW_URI": uri,
+            "SPANLOOP_MLFLOW_CACHE": str(plugins / "versions"),
+            "PYTHONPATH": str(plugins),
+        }
     if cpu:
         ours["OMP_NUM_THREADS"] = str(settings.serving.threads)
         ours["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         ours.setdefault("VLLM_CPU_KVCACHE_SPACE", environment.get("VLLM_CPU_KVCACHE_SPACE", "1"))
     kept = {k: v for k, v in environment.items() if not k.startswith("SPANLOOP_")}
     return {**kept, **ours}
+
+
+def write_plugins(folder: Path) -> None:
+    """What a vLLM environment without spanloop needs on its PYTHONPATH: the plugins, and the entry point by which vLLM finds the
+    resolver. For a server on another machine, copy the folder there."""
+    about = folder / "spanloop_plugins-1.dist-info"
+    about.mkdir(parents=True, exist_ok=True)
+    for source in PLUGINS.glob("*.py"):
+        (folder / source.name).write_bytes(source.read_bytes())
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: spanloop-plugins\nVersion: 1\n")
+    (about / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nspanloop_mlflow = spanloop_mlflow:register\n"
+    )
 
 
 class VllmProcess:
@@ -275,11 +302,25 @@ def _run(settings: Settings, model: str) -> int:
 @click.command()
 @click.option("--config", type=click.Path(path_type=Path), default=None, help="Settings (TOML).")
 @click.option("--model", default="", help="Base model folder; default: learner.model.")
-def main(config: Path | None, model: str) -> None:
+@click.option(
+    "--write-plugins",
+    "plugins",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=None,
+    help="Only write the plugins for a vLLM server on another machine to this folder.",
+)
+def main(config: Path | None, model: str, plugins: Path | None) -> None:
     """Serve the base model and the versions of this workspace with vLLM until SIGTERM.
 
-    Example: python -m spanloop.learner.serving.vllm_server --config spanloop.toml
+    \b
+    Examples:
+      python -m spanloop.learner.serving.vllm_server --config spanloop.toml
+      python -m spanloop.learner.serving.vllm_server --write-plugins ./vllm-plugins
     """
+    if plugins is not None:
+        write_plugins(plugins)
+        click.echo(f"written; start vLLM with PYTHONPATH={plugins.resolve()} (docs/serving.md has the rest)")
+        return
     try:
         settings = load_settings(config)
         sys.exit(_run(settings, model or settings.learner.model))
