@@ -8,6 +8,8 @@ from aiohttp.test_utils import TestClient, TestServer
 from serving_support import save_version, settings_of, until
 
 from spanloop.collectors.gateway import Gateway
+from spanloop.collectors.gateway_finished import Events
+from spanloop.collectors.gateway_recorder import Recorder
 from spanloop.collectors.redaction import Redactor
 from spanloop.learner.serving.embedded import EmbeddedServer
 from spanloop.pipeline.clock import SystemClock
@@ -32,7 +34,9 @@ async def gateway(tmp_path, *, upstream=None, training=True, routing=True, spool
         if routing:
             log.append([new_record(RoutingChanged(sequence=1, champion=1))])
         redactor = Redactor(settings.content, b"k" * 32)
-        made = Gateway(settings, log, redact=lambda span: redactor.span(span, trusted=True), spools=spools)
+        events = Events(settings, redact=lambda span: redactor.span(span, trusted=True))
+        recorder = Recorder(log, events, queue_max=settings.gateway.queue_max, spools=spools)
+        made = Gateway(settings, log, recorder=recorder)
         async with TestClient(TestServer(made.application())) as client:
             yield SimpleNamespace(
                 client=client, log=log, gateway=made, server=server, url=str(client.make_url("/"))

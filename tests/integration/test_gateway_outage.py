@@ -1,97 +1,23 @@
 """The gateway as a process while the log is away, and killed: it goes on answering, and what it spooled arrives once and in order."""
 
 import asyncio
-import fcntl
-import json
-import os
 import signal
-import subprocess
-import sys
 import time
-from contextlib import asynccontextmanager, contextmanager
-from types import SimpleNamespace
+from contextlib import asynccontextmanager
 
-import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
+from gateway_process_support import ask, deployment, health, ids_on, locked, wait_for
 from gateway_support import URL, gateway, spans
-from serving_support import WORDS, chat, save_version, settings_of, until
+from serving_support import chat, until
 
 from spanloop.collectors.gateway_spools import open_spools
-from spanloop.learner.serving.embedded import EmbeddedServer
 from spanloop.pipeline.log.sqlite import SqliteLog
 from spanloop.pipeline.ports import new_record
 from spanloop.schemas.errors import TransientError
 from spanloop.schemas.events import RoutingChanged, decode
 
 pytestmark = pytest.mark.timeout(180)
-
-
-@contextmanager
-def locked(workspace):
-    """Nobody can write the workspace's log: another process holds its turn and does not give it back."""
-    holder = os.open(workspace / "spanloop.db.turn", os.O_RDWR | os.O_CREAT)
-    fcntl.flock(holder, fcntl.LOCK_EX)
-    fcntl.lockf(holder, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        os.close(holder)
-
-
-@asynccontextmanager
-async def deployment(tmp_path, **more):
-    """Embedded serving in this process, and the means to start gateways before it."""
-    save_version(tmp_path, 1)
-    processes = []
-    async with TestServer(EmbeddedServer(settings_of(tmp_path)).application()) as server:
-        config = tmp_path / "spanloop.toml"
-        lines = [f'workspace = "{tmp_path}"', "[content]", "training = true", "[learner]", f"vocabulary = {json.dumps(list(WORDS))}",
-                 "[gateway]", "port = 0", f'upstream = "{server.make_url("/v1")}"', *(f"{k} = {json.dumps(v)}" for k, v in more.items())]  # fmt: skip
-        config.write_text("\n".join(lines) + "\n")
-
-        def start():
-            process = subprocess.Popen(
-                [sys.executable, "-m", "spanloop.collectors.gateway", "--config", str(config)],
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
-            )  # fmt: skip
-            processes.append(process)
-            return process, json.loads(process.stdout.readline())["url"]
-
-        try:
-            async with aiohttp.ClientSession() as session:
-                yield SimpleNamespace(start=lambda: asyncio.to_thread(start), session=session, config=config)
-        finally:
-            for process in processes:
-                process.kill()
-                await asyncio.to_thread(process.wait)
-                process.stdout.close()
-
-
-async def ask(deployed, url, number):
-    async with deployed.session.post(
-        url + URL, json=chat(user=str(number)), headers={"X-Request-Id": f"call-{number}"}
-    ) as answer:
-        assert answer.status == 200, await answer.text()
-        return (await answer.json())["id"]
-
-
-async def health(deployed, url):
-    async with deployed.session.get(url + "/healthz") as answer:
-        assert answer.status == 200
-        return await answer.json()
-
-
-def ids_on(log):
-    return [s.attributes["gen_ai.response.id"] for s in spans(log)]
-
-
-async def wait_for(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not (value := await condition()):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
-    return value
 
 
 async def test_killed_while_the_log_is_away_it_loses_nothing_that_it_spooled(tmp_path):
@@ -156,7 +82,11 @@ async def test_it_starts_and_answers_when_there_is_no_log_at_all(tmp_path):
         log = SqliteLog(tmp_path / "spanloop.db")
         await until(lambda: len(spans(log)) == 6, 60)
         assert ids_on(log)[1:] == answered
-        assert "log" not in await health(deployed, url)
+
+        async def log_is_there():
+            return "log" not in await health(deployed, url)
+
+        await wait_for(log_is_there, 5)
     log.close()
 
 

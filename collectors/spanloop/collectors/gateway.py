@@ -10,10 +10,11 @@ Run: ``python -m spanloop.collectors.gateway [--config TOML]``.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,21 +26,21 @@ from spanloop.collectors.auth import Authenticator, AuthError, Identity
 from spanloop.collectors.gateway_answers import CALL, Handler, no_answer, told
 from spanloop.collectors.gateway_call import Call, GatewayError, bad_request, read_call
 from spanloop.collectors.gateway_chains import Chains, Given
+from spanloop.collectors.gateway_finished import Events
 from spanloop.collectors.gateway_follow import Follower
 from spanloop.collectors.gateway_health import health, recording
 from spanloop.collectors.gateway_metrics import GatewayMetrics
-from spanloop.collectors.gateway_record import Redact, Seal, call_event
 from spanloop.collectors.gateway_recorder import Recorder
+from spanloop.collectors.gateway_recording import Recording
 from spanloop.collectors.gateway_routes import PASSED, PREFIXES, extra_route, is_control, path_below_session
-from spanloop.collectors.gateway_shapes import RESPONSES, SHAPES, Shape
-from spanloop.collectors.gateway_spool import Spool
+from spanloop.collectors.gateway_shapes import SHAPES, Shape
 from spanloop.collectors.gateway_targets import Target, Targets
 from spanloop.collectors.gateway_upstream import Upstream
 from spanloop.collectors.routing import Router
 from spanloop.collectors.untyped import text, the_map
 from spanloop.pipeline.clock import SystemClock
 from spanloop.pipeline.ports import Clock, Log
-from spanloop.schemas.errors import TerminalError, TransientError
+from spanloop.schemas.errors import TerminalError
 from spanloop.schemas.ids import policy_name
 from spanloop.schemas.settings import Settings
 
@@ -58,12 +59,9 @@ class Gateway:
 
     Args:
         settings: The deployment.
-        log: Read for routing, appended with spans.
+        log: Read for routing.
         clock: Times of the spans.
-        redact: What stays of a span where content is off; None: no messages at all.
-        seal: What becomes of a span where content is kept under keys.
-        key: Secret of the hashes that stand for prompts and conversations.
-        spools: Where calls wait for the log; the first is ours. None: in memory.
+        recorder: Takes the finished calls. None: one in this process, without a spool, that keeps no messages where content is off.
         kept: File of the last known routing.
     """
 
@@ -73,30 +71,15 @@ class Gateway:
         log: Log,
         *,
         clock: Clock | None = None,
-        redact: Redact | None = None,
-        seal: Seal | None = None,
-        key: bytes = b"",
-        spools: Sequence[Spool] = (),
+        recorder: Recording | None = None,
         kept: Path | None = None,
     ) -> None:
         self.settings = settings
-        self._key = key
         self._authenticator = Authenticator(settings)
         self._clock = clock or SystemClock()
         self.router = Router(settings.gateway.policy, time.monotonic)
         self.follower = Follower(log, self.router, kept=kept)
-        self.recorder = Recorder(
-            log,
-            lambda record: call_event(
-                record,
-                content=settings.content.training,
-                redact=redact,
-                max_attribute_bytes=settings.collector.max_attribute_bytes,
-                seal=seal,
-            ),
-            queue_max=settings.gateway.queue_max,
-            spools=spools,
-        )
+        self.recorder = recorder or Recorder(log, Events(settings), queue_max=settings.gateway.queue_max)
         self.metrics = GatewayMetrics()
         self.targets = Targets(settings)
         self.chains = Chains(private=len({c.tenant for c in settings.credentials}) > 1)
@@ -124,12 +107,11 @@ class Gateway:
 
     async def _running(self, _: web.Application) -> AsyncIterator[None]:
         self._upstream = Upstream(self.settings, self.targets, self._answered)
-        await asyncio.to_thread(self.follower.start)
-        self.recorder.start()
-        yield
-        await self._upstream.close()
-        await asyncio.to_thread(self.follower.close)
-        await asyncio.to_thread(self.recorder.close)
+        async with self.recorder.running():
+            await asyncio.to_thread(self.follower.start)
+            yield
+            await self._upstream.close()
+            await asyncio.to_thread(self.follower.close)
 
     @property
     def upstream(self) -> Upstream:
@@ -145,9 +127,7 @@ class Gateway:
         start_ns = self._clock.now_ns()
         tenant = self._tenant(request)
         data = await request.read()
-        call = read_call(
-            request, shape, tenant, data, start_ns=start_ns, key=self._key, target=self.targets.own
-        )
+        call = read_call(request, shape, tenant, data, start_ns=start_ns, target=self.targets.own)
         request[CALL] = call
         self._go_on(call)
         self._plan(call)
@@ -291,12 +271,10 @@ class Gateway:
             call.error = "client_disconnected"
         elif status >= 400 and not call.error:
             call.error = "gateway_failed"
-        if found := call.response_id:
-            call.repeated = self.chains.is_repeated(found)
-            if call.shape is RESPONSES:
-                self._answered(call, found)
+        if call.response_id:
+            self._answered(call, call.response_id)
         server = self.upstream.address(call)
-        self.recorder.put(call.record(status, end_ns=self._clock.now_ns(), key=self._key, server=server))
+        self.recorder.put(call.finished(status, end_ns=self._clock.now_ns(), server=server))
 
 
 def _named_model(data: bytes) -> str:
@@ -316,9 +294,9 @@ def main() -> None:
     import argparse
 
     from spanloop.collectors.gateway_log import LateLog
-    from spanloop.collectors.gateway_spools import open_spools
-    from spanloop.collectors.redaction import Redactor, workspace_key
-    from spanloop.collectors.sealing import open_sealer
+    from spanloop.collectors.gateway_recorder_process import spool_folder
+    from spanloop.collectors.gateway_sender import Sender
+    from spanloop.collectors.workspace_key import workspace_key
     from spanloop.pipeline.log.open import open_log
     from spanloop.pipeline.process import serve
     from spanloop.schemas.settings import load_settings
@@ -327,31 +305,20 @@ def main() -> None:
     parser.add_argument("--config", type=Path)
     settings = load_settings(parser.parse_args().config)
     settings.workspace.mkdir(parents=True, exist_ok=True)
+    workspace_key(settings)  # what is wrong with it shows here, and not in the recorder
     log = LateLog(lambda: open_log(settings))
-    key = workspace_key(settings)
-    redactor = Redactor(settings.content, key)
-    root = Path(settings.gateway.spool) if settings.gateway.spool else settings.workspace / "spool"
-    size = int(settings.gateway.spool_mb * 2**20)
-    spools: Sequence[Spool] = ()
-    try:
-        spools = open_spools(root, max_bytes=size, fsync_s=settings.gateway.spool_fsync_s)
-    except TransientError as exc:
-        _log.error("%s. Calls wait in memory only.", exc.message)
-    sealer = open_sealer(settings)
-
-    redact = partial(redactor.span, trusted=True)
-
-    gateway = Gateway(
-        settings,
-        log,
-        redact=redact,
-        seal=None if sealer is None else lambda span, tenant: sealer.call(span, redact(span), tenant),
-        key=key,
-        spools=spools,
-        kept=root / "routing.json",
-    )
-    serve("gateway", gateway.application(), settings.gateway.host, settings.gateway.port, cancel=True)
+    kept = spool_folder(settings) / "routing.json"
+    gateway = Gateway(settings, log, recorder=Sender(settings), kept=kept)
+    application = gateway.application()
+    application.on_startup.append(_settle)
+    serve("gateway", application, settings.gateway.host, settings.gateway.port, cancel=True)
     log.close()
+
+
+async def _settle(_: web.Application) -> None:
+    """What there is at the start stays: the garbage collector need not look at it again, which takes it tens of milliseconds."""
+    gc.collect()
+    gc.freeze()
 
 
 if __name__ == "__main__":

@@ -5,19 +5,16 @@ from __future__ import annotations
 import itertools
 import re
 import secrets
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from spanloop.collectors.gateway_record import CallRecord
+from spanloop.collectors.gateway_finished import Finished
 from spanloop.collectors.gateway_shapes import Shape
 from spanloop.collectors.gateway_targets import Target
 from spanloop.collectors.gateway_tokens import Asked
-from spanloop.collectors.harness import harness_fingerprint
 from spanloop.collectors.routing import StickyKey, parse_traceparent, sticky_key
-from spanloop.schemas.canonical import digest
 
 __all__ = ["Call", "GatewayError", "bad_request", "decode_json_body", "read_call"]
 
@@ -70,13 +67,16 @@ class Call:
         """The request as the client sent it; never changed."""
         self.data = data
         """The bytes for the upstream."""
+        self.request = data
+        """The bytes that the client sent."""
         self.key = key
         self.target = target
         self.call_id = f"{_PROCESS}{next(_numbers):016x}"
         self.route = "pass"
         self.version = ""
         self.exploration = 0.0
-        self.harness = ""
+        self.runtime = ""
+        """What runs the agent, in the fingerprint of its harness."""
         self.parent: tuple[str, str] | None = None
         self.task_key = ""
         self.turn_type = ""
@@ -89,42 +89,38 @@ class Call:
         """It went to the upstream: it will be recorded."""
         self.upstream = ""
         """Base URL of the server that was asked."""
-        self.response: Mapping[str, Any] | None = None
+        self.answer = b""
+        """The upstream's answer as it came."""
+        self.folds = False
+        """It is a stream of events."""
+        self.response_id = ""
+        """Of an answer of the Responses API."""
         self.noted = False
         """Its answer is known by its id."""
-        self.repeated = False
-        """Another call had the same response id."""
         self.error = ""
 
-    @property
-    def response_id(self) -> str:
-        """Id of the answer, empty without one."""
-        found = self.response.get("id") if self.response is not None else None
-        return found if isinstance(found, str) else ""
-
-    def record(self, status: int, *, end_ns: int, key: bytes, server: tuple[str, int]) -> CallRecord:
-        """What is recorded of it.
+    def finished(self, status: int, *, end_ns: int, server: tuple[str, int]) -> Finished:
+        """What is handed over to be recorded.
 
         Args:
             status: Towards the client.
             end_ns: Now.
-            key: Secret of the workspace's hashes.
             server: Host and port that answered.
         """
-        return CallRecord(
+        return Finished(
             tenant=self.tenant,
             shape=self.shape.name,
             call_id=self.call_id,
-            request=self.body,
-            response=self.response,
-            repeated=self.repeated,
+            request=self.request,
+            answer=self.answer,
+            folds=self.folds,
+            runtime=self.runtime,
+            sticky=self.key.value,
+            sticky_source=self.key.source,
             route=self.route,
             policy_version=self.version,
             exploration=self.exploration,
             asked_tokens=self.wants_tokens,
-            conversation=digest("conversation", key, self.key.value),
-            conversation_source=self.key.source,
-            harness=self.harness,
             start_ns=self.start_ns,
             end_ns=end_ns,
             status=status,
@@ -134,7 +130,6 @@ class Call:
             turn_type=self.turn_type,
             server_address=server[0],
             server_port=server[1],
-            streamed=bool(self.body.get("stream")),
         )
 
 
@@ -156,7 +151,6 @@ def read_call(
     data: bytes,
     *,
     start_ns: int,
-    key: bytes,
     target: Target,
 ) -> Call:
     """A call from its request. Raises GatewayError (400).
@@ -167,11 +161,9 @@ def read_call(
         tenant: Of the credential.
         data: The body.
         start_ns: When it came.
-        key: Secret of the workspace's hashes.
         target: Who answers where nothing else is decided.
     """
     body = decode_json_body(data)
-    view = shape.request_view(body)
     headers = request.headers
     parent = parse_traceparent(headers.get("traceparent"))
     session = (
@@ -181,7 +173,7 @@ def read_call(
         session=session,
         trace_id=parent[0] if parent else None,
         user=body.get("user"),
-        messages=view.get("messages"),
+        messages=shape.request_view(body).get("messages"),
     )
     call = Call(shape, tenant, body, data, key=sticky, target=target)
     call.parent = parent
@@ -189,6 +181,5 @@ def read_call(
     turn = headers.get("X-Turn-Type", "")
     call.turn_type = turn if _TURN_TYPE.fullmatch(turn) else ""
     call.start_ns = start_ns
-    runtime = headers.get("X-Harness-Runtime") or headers.get("User-Agent", "")
-    call.harness = harness_fingerprint(view, runtime=runtime, key=key)
+    call.runtime = headers.get("X-Harness-Runtime") or headers.get("User-Agent", "")
     return call

@@ -40,7 +40,6 @@ class Chains:
         self.private = private
         self._limit = limit
         self._given: OrderedDict[str, Given] = OrderedDict()
-        self._taken: OrderedDict[str, None] = OrderedDict()
 
     def add(self, response_id: str, given: Given) -> None:
         """Remember an answer."""
@@ -58,13 +57,3 @@ class Chains:
         """Whether a tenant may refer to an answer."""
         found = self._given.get(response_id)
         return found.tenant == tenant if found is not None else not self.private
-
-    def is_repeated(self, response_id: str) -> bool:
-        """Whether another call has had this id: a server that repeats its ids (or takes them from the client's X-Request-Id)
-        must not make two calls one. Remembers it."""
-        if response_id in self._taken:
-            return True
-        self._taken[response_id] = None
-        while len(self._taken) > self._limit:
-            self._taken.popitem(last=False)
-        return False

@@ -1,6 +1,7 @@
-"""Numbers of a gateway process that outlive it: a mapped file, so that counting is a memory write and kill -9 loses none.
+"""Numbers of a gateway that outlive it: a mapped file, so that counting is a memory write and kill -9 loses none.
 
-Power loss may lose them; then a restart counts only what the segments of the spool show.
+Two processes have it open: the gateway writes ``begun``, ``put`` and ``refused``, its recorder the others. Power loss may lose them;
+then a restart counts only what the segments of the spool show.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ __all__ = ["Counters"]
 _log = logging.getLogger(__name__)
 
 MAGIC = b"SPLCNT01"
-_FIELDS = ("begun", "put", "unspooled", "sequence", "segment")
+_FIELDS = ("begun", "put", "unspooled", "sequence", "segment", "refused")
 _SIZE = 64
 _NUMBER = struct.Struct("<Q")
 
 
 class Counters:
-    """``begun``: calls sent to an upstream; ``put``: of them, finished and handed to the recorder; ``unspooled``: of them, lost before
-    they were written; ``sequence``: records ever written; ``segment``: number of the newest segment."""
+    """``begun``: calls sent to an upstream; ``put``: of them, finished; ``refused``: of them, lost before they were handed over;
+    ``unspooled``: of them, lost before they were written; ``sequence``: records ever written; ``segment``: number of the newest
+    segment."""
 
     def __init__(self, path: Path) -> None:
         self._map: mmap.mmap | None = None
@@ -41,8 +43,11 @@ class Counters:
             self._map = mmap.mmap(fd, _SIZE)
         finally:
             os.close(fd)
-        for place, name in enumerate(_FIELDS, 1):
-            self._values[name] = _NUMBER.unpack_from(self._map, 8 * place)[0]
+
+    def _get(self, name: str) -> int:
+        if self._map is not None:
+            self._values[name] = _NUMBER.unpack_from(self._map, 8 * (1 + _FIELDS.index(name)))[0]
+        return self._values[name]
 
     def _set(self, name: str, value: int) -> None:
         self._values[name] = value
@@ -52,7 +57,7 @@ class Counters:
     @property
     def begun(self) -> int:
         """Calls sent to an upstream."""
-        return self._values["begun"]
+        return self._get("begun")
 
     @begun.setter
     def begun(self, value: int) -> None:
@@ -61,7 +66,7 @@ class Counters:
     @property
     def put(self) -> int:
         """Finished calls."""
-        return self._values["put"]
+        return self._get("put")
 
     @put.setter
     def put(self, value: int) -> None:
@@ -70,7 +75,7 @@ class Counters:
     @property
     def unspooled(self) -> int:
         """Finished calls that were lost before they were written."""
-        return self._values["unspooled"]
+        return self._get("unspooled")
 
     @unspooled.setter
     def unspooled(self, value: int) -> None:
@@ -79,7 +84,7 @@ class Counters:
     @property
     def sequence(self) -> int:
         """Sequence number of the next record."""
-        return self._values["sequence"]
+        return self._get("sequence")
 
     @sequence.setter
     def sequence(self, value: int) -> None:
@@ -88,26 +93,37 @@ class Counters:
     @property
     def segment(self) -> int:
         """Number of the newest segment."""
-        return self._values["segment"]
+        return self._get("segment")
 
     @segment.setter
     def segment(self, value: int) -> None:
         self._set("segment", value)
 
+    @property
+    def refused(self) -> int:
+        """Finished calls that were lost before they were handed over."""
+        return self._get("refused")
+
+    @refused.setter
+    def refused(self, value: int) -> None:
+        self._set("refused", value)
+
     def restart(self, sequence: int) -> None:
         """Nothing is under way: all that was begun is written or was counted."""
         self.begun = self.put = self.sequence = sequence
-        self.unspooled = 0
+        self.unspooled = self.refused = 0
 
     def again(self, path: Path) -> Counters:
         """The same numbers in another file."""
         found = Counters(path)
-        for name, value in self._values.items():
-            found._set(name, value)
+        for name in _FIELDS:
+            found._set(name, self._get(name))
         return found
 
     def close(self) -> None:
         """Release the file; the values stay readable."""
         if self._map is not None:
+            for name in _FIELDS:
+                self._get(name)
             self._map.close()
             self._map = None

@@ -1,6 +1,7 @@
 """Background recording: finished calls become records on the spool within milliseconds, and reach the log from there in order.
 
-Two threads, so that a log that hangs keeps nothing in memory: the writer turns calls into records and spools them, the mover appends
+Place: in the recorder's own process (``gateway_recording``), so that the event loop that serves has its interpreter for itself. Two
+threads, so that a log that hangs keeps nothing in memory: the writer turns calls into records and spools them, the mover appends
 them to the log. Invariants: no client waits for either; order is kept; appending again what a killed process had appended changes
 nothing (records are idempotent by event id); every call that will not reach the log is counted, with its reason. Calls wait in
 memory only until they are spooled, ``queue_max`` at most.
@@ -8,15 +9,17 @@ memory only until they are spooled, ``queue_max`` at most.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Generic, TypeVar
 
 import msgspec
 
-from spanloop.collectors.gateway_record import CallRecord
 from spanloop.collectors.gateway_spool import Spool
 from spanloop.collectors.gateway_spool_memory import Batch, MemorySpool
 from spanloop.pipeline.ports import Log, NewRecord, new_record
@@ -36,16 +39,21 @@ GROUP_BYTES = 2**20
 """A group with more is spooled in several writes."""
 RETRY_S = (0.1, 2.0)
 """First and longest pause after a failed append; it doubles."""
+NOTHING = b""
+"""Stands on the spool for a call that could not be read, so that each call that was handed over has its place there."""
 IDLE_S = 0.5
 """The mover looks after the disk at least so often."""
 
 
-class Recorder:
+Call = TypeVar("Call")
+
+
+class Recorder(Generic[Call]):
     """Owner of the recording threads.
 
     Args:
         log: Where the spans go.
-        build: A finished call to its event.
+        build: A finished call to its event. Raises what it likes: such a call is lost alone.
         queue_max: Calls that may wait in memory.
         spools: The first takes new calls; the others are emptied. None: only in memory.
         close_s: How long ``close`` tries to reach a log that fails.
@@ -54,7 +62,7 @@ class Recorder:
     def __init__(
         self,
         log: Log,
-        build: Callable[[CallRecord], SpansReceived],
+        build: Callable[[Call], SpansReceived],
         *,
         queue_max: int,
         spools: Sequence[Spool | MemorySpool] = (),
@@ -68,7 +76,7 @@ class Recorder:
         self._close_s = close_s
         self._spool: Spool | MemorySpool = spools[0] if spools else MemorySpool()
         self._left: list[Spool | MemorySpool] = list(spools[1:])
-        self._queue: deque[CallRecord] = deque()
+        self._queue: deque[Call] = deque()
         self._built: list[bytes] = []
         self._changed = threading.Condition()
         self._spooled = threading.Event()
@@ -78,8 +86,12 @@ class Recorder:
         self._mover = threading.Thread(target=self._move, name="spanloop-recorder-log", daemon=True)
         self._lost: Counter[str] = Counter()
         self.num_recorded = 0
+        self.num_settled = 0
+        """Calls that are spooled, or were found unreadable: nobody needs to keep them."""
         self.num_failed_appends = 0
         self.num_failed_writes = 0
+        self.runs = True
+        self.num_starts = 1
         self.log_fails = False
         """The last append to the log failed."""
 
@@ -97,8 +109,12 @@ class Recorder:
     @property
     def waiting(self) -> int:
         """Calls that are not on the log yet."""
-        on_disk = sum(spool.waiting for spool in (self._spool, *self._left) if not spool.in_memory)
-        return self.depth + on_disk
+        return len(self._queue) + len(self._built) + self.num_kept
+
+    @property
+    def num_kept(self) -> int:
+        """Calls that are settled and not on the log yet."""
+        return sum(spool.waiting for spool in (self._spool, *self._left))
 
     @property
     def spooled(self) -> bool:
@@ -124,25 +140,30 @@ class Recorder:
         return sum(self.lost.values())
 
     def begin(self) -> None:
-        """A call goes to an upstream; it will be ``put`` when it has ended, whatever becomes of it."""
-        if self._spool.counters is not None:
-            self._spool.counters.begun += 1
+        """A call goes to an upstream. Who is told of it here ends with the process."""
 
-    def put(self, record: CallRecord) -> bool:
+    def put(self, call: Call) -> bool:
         """Hand over a finished call; False: there is no room and the call is counted as lost."""
         with self._changed:
-            if self._spool.counters is not None:
-                self._spool.counters.put += 1
             if self.depth >= self._queue_max or self._closing_at is not None:
                 self._lose("queue_full")
                 return False
-            self._queue.append(record)
+            self._queue.append(call)
             if len(self._queue) == 1:
                 self._changed.notify()
             return True
 
-    def close(self) -> None:
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Record while the block runs; closes at its end."""
+        self.start()
+        yield
+        await asyncio.to_thread(self.close)
+
+    def close(self, close_s: float | None = None) -> None:
         """Spool everything, try to reach the log for ``close_s``, and stop. What is on the disk then waits for the next start."""
+        if close_s is not None:
+            self._close_s = close_s
         with self._changed:
             self._closing_at = time.monotonic()
             self._changed.notify()
@@ -196,14 +217,15 @@ class Recorder:
                 self._changed.wait()
             if not self._built and self._closing_at is None and len(self._queue) < GROUP_MAX:
                 self._changed.wait(self._group_s)
-            taken: list[CallRecord] = []
+            taken: list[Call] = []
             while self._queue and len(taken) + len(self._built) < GROUP_MAX:
                 taken.append(self._queue.popleft())
         for call in taken:
             try:
                 self._built.append(_encode(new_record(self._build(call))))
             except Exception:  # one odd answer of an upstream must not end recording
-                self._lose("unreadable")
+                self._lost["unreadable"] += 1
+                self._built.append(NOTHING)
                 _log.exception("a call could not be recorded")
         return True
 
@@ -221,6 +243,7 @@ class Recorder:
                     _log.error("%d calls wait in memory: %s", len(self._built), exc.message)
                 return False
             del self._built[:count]
+            self.num_settled += count
             self._spooled.set()
         return True
 
@@ -288,6 +311,8 @@ class Recorder:
         return not fails
 
     def _read(self, payload: bytes) -> NewRecord | None:
+        if payload == NOTHING:
+            return None
         try:
             return _decode(payload)
         except msgspec.DecodeError:

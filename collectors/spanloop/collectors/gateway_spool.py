@@ -59,6 +59,8 @@ class Spool:
         folder: Where they are; held against other processes while this one uses it. Raises BlockingIOError where one does.
         max_bytes: Of all segments together.
         fsync_s: What waits is on the disk after so long; 0: when ``append`` returns.
+        resumed: Only the recorder ended, its gateway lives: what it has in its hands is no loss.
+        owner: The gateway's process.
         write: ``os.write``.
     """
 
@@ -71,6 +73,8 @@ class Spool:
         max_bytes: int,
         segment_bytes: int = 0,
         fsync_s: float = 1.0,
+        resumed: bool = False,
+        owner: int = 0,
         write: Callable[[int, bytes], int] = os.write,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -88,12 +92,15 @@ class Spool:
         self.lost: Counter[str] = Counter()
         """Records that never reach the log, by reason."""
         self.folder = folder
-        self._lock_fd = hold(folder)
+        self._owner = owner or os.getpid()
+        self._lock_fd = hold(folder, self._owner)
         self.counters = Counters(folder / "counters")
+        self.num_restored = 0
+        """Times that the folder was made again."""
         self._next = 0
         self._done = 0
         """Records before this sequence number are done."""
-        self._scan()
+        self._scan(resumed=resumed)
 
     # ------------------------------------------------------------ what there is
 
@@ -103,11 +110,16 @@ class Spool:
         return sum(segment.count - segment.handed for segment in self._segments)
 
     @property
+    def next(self) -> int:
+        """Sequence number of the next record."""
+        return self._next
+
+    @property
     def num_bytes(self) -> int:
         """Size of all segments."""
         return sum(segment.size for segment in self._segments)
 
-    def _scan(self) -> None:
+    def _scan(self, *, resumed: bool) -> None:
         """Take stock of what an earlier process left, and count what it lost."""
         expected: int | None = None
         for path in sorted(self.folder.glob("*.seg")):
@@ -133,12 +145,15 @@ class Spool:
         if expected is not None and told > expected:
             self.lost["damaged"] += told - expected
         self._next = max(told, expected or 0)
-        queued = self.counters.put - self.counters.unspooled - self._next
-        if queued > 0:
-            self.lost["killed"] += queued
-        if self.counters.begun > self.counters.put:
-            self.lost["in_flight"] += self.counters.begun - self.counters.put
-        self.counters.restart(self._next)
+        if resumed:
+            self.counters.sequence = self._next
+        else:
+            queued = self.counters.put - self.counters.refused - self.counters.unspooled - self._next
+            if queued > 0:
+                self.lost["killed"] += queued
+            if self.counters.begun > self.counters.put:
+                self.lost["in_flight"] += self.counters.begun - self.counters.put
+            self.counters.restart(self._next)
         if self.waiting:
             _log.warning("%d calls of an earlier process wait for the log", self.waiting)
         if self.lost:
@@ -175,11 +190,12 @@ class Spool:
         """Make the folder and the active segment again where somebody removed them: their records can still be read from the open
         file, but would be gone with this process."""
         if not os.fstat(self._lock_fd).st_nlink:
-            held = hold(self.folder)
+            held = hold(self.folder, self._owner)
             os.close(self._lock_fd)
             self._lock_fd = held
             old, self.counters = self.counters, self.counters.again(self.folder / "counters")
             old.close()
+            self.num_restored += 1
             _log.error("%s was removed while the gateway writes to it; it is made again", self.folder)
         if self._fd < 0 or os.fstat(self._fd).st_nlink:
             return

@@ -17,16 +17,32 @@ FOLDERS_MAX = 64
 """Gateways that may share one workspace; each holds a folder of its own."""
 
 
-def open_spools(root: Path, *, max_bytes: int, fsync_s: float) -> list[Spool]:
-    """A spool for this process, then those that ended processes left with records in them. Raises TransientError when the disk
-    refuses."""
+def open_spools(
+    root: Path, *, max_bytes: int, fsync_s: float, resume: Path | None = None, owner: int = 0
+) -> list[Spool]:
+    """A spool for this gateway, then those that ended ones left with records in them.
+
+    Args:
+        root: Folder of all.
+        max_bytes: Of each.
+        fsync_s: See ``Spool``.
+        resume: The folder that an ended recorder of this gateway had.
+        owner: The gateway's process.
+
+    Raises:
+        TransientError: the disk refuses, or no folder is free.
+    """
     found: list[Spool] = []
-    for number in range(FOLDERS_MAX):
-        folder = root / str(number)
+    folders = [root / str(number) for number in range(FOLDERS_MAX)]
+    if resume in folders:
+        folders.remove(resume)
+        folders.insert(0, resume)
+    for folder in folders:
         if found and not any(folder.glob("*.seg")):
             continue
         try:
-            found.append(Spool(folder, max_bytes=max_bytes, fsync_s=fsync_s))
+            spool = Spool(folder, max_bytes=max_bytes, fsync_s=fsync_s, resumed=folder == resume, owner=owner)
+            found.append(spool)
         except BlockingIOError:
             continue
         except OSError as exc:

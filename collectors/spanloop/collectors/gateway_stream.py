@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import msgspec
+
 from spanloop.collectors.untyped import maps, number, text, the_map
 
-__all__ = ["ChunkFolder", "SseSplitter", "event_data", "plain", "with_data"]
+__all__ = ["EVENT_BYTES_MAX", "ChunkFolder", "SseSplitter", "chunk_of", "event_data", "plain", "with_data"]
+
+_decode = msgspec.json.Decoder().decode
 
 EVENT_BYTES_MAX = 16 * 2**20
 """A longer event is an error of the upstream."""
@@ -17,9 +21,10 @@ TOOL_CALLS_MAX = 1024
 
 
 class SseSplitter:
-    """Bytes in any pieces to whole events."""
+    """Bytes in any pieces to whole events. ``limit``: bytes of a longer one are an error."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = EVENT_BYTES_MAX) -> None:
+        self._limit = limit
         self._buffer = b""
         self._seen = 0
 
@@ -38,8 +43,8 @@ class SseSplitter:
             at = end.end()
         self._buffer = self._buffer[at:]
         self._seen = len(self._buffer)
-        if self._seen > EVENT_BYTES_MAX:
-            raise ValueError(f"an event of the stream has more than {EVENT_BYTES_MAX} bytes")
+        if self._seen > self._limit:
+            raise ValueError(f"an event of the stream has more than {self._limit} bytes")
         return events
 
     def rest(self) -> bytes:
@@ -67,6 +72,22 @@ def event_data(event: bytes) -> bytes | None:
     """The data of an event; None for comments and other fields."""
     lines = [line[5:].removeprefix(b" ") for line in plain(event).split(b"\n") if line.startswith(b"data:")]
     return b"\n".join(lines) if lines else None
+
+
+def chunk_of(event: bytes) -> dict[str, Any] | None:
+    """The object in an event's data; None where there is none to expect. Data that is no object is told as an error.
+
+    >>> chunk_of(b'data: {"a": 1}\\n\\n'), chunk_of(b"data: [DONE]\\n\\n"), chunk_of(b"data: what\\n\\n")
+    ({'a': 1}, None, {'error': 'no object'})
+    """
+    data = event_data(event)
+    if data is None or data == b"[DONE]":
+        return None
+    try:
+        chunk = _decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        chunk = None
+    return chunk if isinstance(chunk, dict) else {"error": "no object"}
 
 
 class ChunkFolder:

@@ -25,6 +25,7 @@ from spanloop.collectors.gateway_call import Call, GatewayError
 from spanloop.collectors.gateway_reading import Reading
 from spanloop.collectors.gateway_shapes import RESPONSES
 from spanloop.collectors.gateway_targets import Target, Targets
+from spanloop.collectors.untyped import text
 from spanloop.schemas.settings import Settings
 
 __all__ = ["Upstream"]
@@ -221,8 +222,11 @@ class Upstream:
         try:
             async for piece in answer.content.iter_any():
                 out = stream.take(piece)
-                if call.shape is RESPONSES:
-                    self._note(call, stream)
+                if (
+                    call.response_id and not call.noted
+                ):  # the client may go on from it before its stream has ended here
+                    call.noted = True
+                    self._answered(call, call.response_id)
                 if out:
                     await reply.write(out)
             if rest := stream.end():
@@ -233,18 +237,8 @@ class Upstream:
         except (aiohttp.ClientError, TimeoutError, ValueError) as exc:
             await _cut_off(call, reply, exc)
         finally:
-            call.response = stream.response()
+            call.answer, call.folds = stream.answer, True
         return reply
-
-    def _note(self, call: Call, stream: Reading) -> None:
-        """Make an answer known as soon as its id is: the client may go on from it before its stream has ended here."""
-        if (
-            not call.noted
-            and (response := stream.response()) is not None
-            and isinstance(response.get("id"), str)
-        ):
-            call.noted = True
-            self._answered(call, response["id"])
 
     # ------------------------------------------------------------ passed on
 
@@ -305,11 +299,15 @@ def _whole(call: Call, answer: aiohttp.ClientResponse, data: bytes) -> web.Respo
     if answer.status >= 300:
         call.error = f"upstream_{answer.status}"
     else:
-        data = _fold_whole(call, data)
+        data = _read_whole(call, data)
     return web.Response(status=answer.status, body=data, headers=_returned(answer))
 
 
-def _fold_whole(call: Call, data: bytes) -> bytes:
+def _read_whole(call: Call, data: bytes) -> bytes:
+    """What the client gets of a whole answer. Only what must be changed is read here, and who needs the answer's id."""
+    call.answer = data
+    if call.asked is None and call.shape is not RESPONSES:
+        return data
     try:
         response = _decode(data)
     except _MALFORMED:
@@ -321,7 +319,7 @@ def _fold_whole(call: Call, data: bytes) -> bytes:
         raise GatewayError(
             502, "the upstream's answer is not a JSON object", kind="bad_gateway", code="upstream_malformed"
         )
-    call.response = response
+    call.response_id = text(response.get("id")) if call.shape is RESPONSES else ""
     if call.asked is None:
         return data
     shown = call.shape.shown(response, call.asked)
