@@ -105,7 +105,7 @@ def test_freeze_inject_rollback_unfreeze(made: Learner, tmp_path: Path) -> None:
     assert made.promoter.state.frozen
     folder = tmp_path / "other"
     save_artifact(folder, PolicyNet.initial(CONFIG, 9), Tokenizer(WORDS))
-    shown = ask(made, "inject", str(folder), "--reason", "a test")
+    shown = ask(made, "inject", str(folder), "--unsigned", "--reason", "a test")
     assert shown.exit_code == 0, shown.output
     version = made.promoter.state.next_version - 1
     assert made.promoter.state.versions[version].injected == "a test"
@@ -130,10 +130,10 @@ def test_refusals(made: Learner, tmp_path: Path) -> None:
     net = PolicyNet.initial(CONFIG, 1)
     net.head.bias.data[0] = float("nan")
     save_artifact(broken, net, Tokenizer(WORDS))
-    assert "not finite" in str(ask(made, "inject", str(broken)).exception)
+    assert "not finite" in str(ask(made, "inject", str(broken), "--unsigned").exception)
     words = tmp_path / "words"
     save_artifact(words, PolicyNet.initial(CONFIG, 1), Tokenizer([*WORDS[:-1], "other"]))
-    assert "vocabulary" in str(ask(made, "inject", str(words)).exception)
+    assert "vocabulary" in str(ask(made, "inject", str(words), "--unsigned").exception)
     assert "not registered" in str(ask(made, "rollback", "--to", "99").exception)
     assert "champion already" in str(
         ask(made, "rollback", "--to", str(made.promoter.state.champion)).exception

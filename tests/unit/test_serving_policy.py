@@ -102,7 +102,9 @@ def reweigh(folder, change):
     weights = load_file(folder / "model.safetensors")
     change(weights)
     save_file(weights, folder / "model.safetensors")
-    edit_manifest(folder, sha256=hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest())
+    data = (folder / "model.safetensors").read_bytes()
+    sha256 = hashlib.sha256(data).hexdigest()
+    edit_manifest(folder, sha256=sha256, files={"model.safetensors": {"sha256": sha256, "size": len(data)}})
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ class BatchReport(msgspec.Struct, frozen=True):
     parent_version: int
     dropped: dict[str, int] = {}
     metrics: dict[str, float] = {}
+    samples_sha256: str = ""
+    """Which they were: ``training.samples_hash``."""
 
 
 class LearnerState(msgspec.Struct, frozen=True):

@@ -252,7 +252,14 @@ def show(context: click.Context, version: str) -> None:
             for e, _ in read_policies(log, place.settings.tenant, place.settings.gateway.policy)
             if number in (getattr(e, "version", None), getattr(e, "to", None))
         ]
-    row = _row(state, number)
+    from spanloop.learner.artifact import signed_by
+    from spanloop.learner.signing import trust_of
+
+    workspace = place.settings.workspace
+    row = {
+        **_row(state, number),
+        "signed_by": signed_by(workspace / state.versions[number].path, trust_of(workspace)),
+    }
     if place.as_json:
         _print_json({**row, "events": events})
         return
@@ -280,15 +287,29 @@ def rollback(context: click.Context, to: str, reason: str, wait: float) -> None:
 
 @policies.command()
 @click.argument("path", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option(
+    "--unsigned", is_flag=True, help="Also a folder that nobody whom this workspace trusts has signed."
+)
 @_REASON
 @_WAIT
 @_also_after_the_verb
 @click.pass_context
-def inject(context: click.Context, path: Path, reason: str, wait: float) -> None:
-    """Make the artifact folder PATH a candidate: next in line for gate and canary."""
-    from spanloop.learner.model import read_manifest
+def inject(context: click.Context, path: Path, unsigned: bool, reason: str, wait: float) -> None:
+    """Make the artifact folder PATH a candidate: next in line for gate and canary.
 
+    The learner signs the version as injected. A folder with a wrong signature is refused always.
+    """
+    from spanloop.learner.artifact import signer_of
+    from spanloop.learner.model import read_manifest
+    from spanloop.learner.signing import trust_of
+
+    place: _Place = context.obj
     read_manifest(path)  # a folder of something else is refused here, not when a learner next runs
+    if not unsigned and not signer_of(path, trust_of(place.settings.workspace)):
+        raise SchemaError(
+            f"{path} is signed by nobody whom this workspace trusts: give --unsigned if you know where it comes from, or put the "
+            "signer's public key into signing/trusted/"
+        )
     _ask(context.obj, "inject", str(path.resolve()), reason, wait)
 
 

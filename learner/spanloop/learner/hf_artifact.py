@@ -1,10 +1,10 @@
 """A LoRA version on disk: the folder that peft and vLLM load as it is, with a manifest that proves what it is.
 
 Place: ``hf_policy`` writes and reads it; the CLI and provenance read only the manifest, so nothing here imports transformers
-or peft. The folder is ``policy@vN/{adapter_config.json, adapter_model.safetensors, manifest.json}`` and nothing else.
+or peft. The folder is ``policy@vN/{adapter_config.json, adapter_model.safetensors, manifest.json, manifest.sig}``
+(``artifact``) and nothing else.
 
-Invariants: written beside its final place, synced and renamed, never written twice; safetensors and JSON only; what is read
-are regular files of that folder, not links; hashes, names, shapes, types and finiteness are checked before a tensor is used.
+Invariants: never written twice; signature, hashes, names, shapes, types and finiteness are checked before a tensor is used.
 The version's sha256, which the log names, covers both adapter files: it is what this prints in the folder:
 
     sha256sum adapter_config.json adapter_model.safetensors | sha256sum
@@ -13,8 +13,6 @@ The version's sha256, which the log names, covers both adapter files: it is what
 from __future__ import annotations
 
 import hashlib
-import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,14 +24,22 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from spanloop.learner.durable import write_folder
+from spanloop.learner.artifact import (
+    FileEntry,
+    TensorEntry,
+    entries_of,
+    read_files,
+    read_head,
+    shapes_of,
+    write,
+)
+from spanloop.learner.signing import Signer, Trust
 from spanloop.schemas.canonical import canonical_json, decode_json
 from spanloop.schemas.errors import SchemaError, TerminalError
 
 __all__ = [
     "ADAPTER_CONFIG",
     "ADAPTER_WEIGHTS",
-    "MANIFEST",
     "HfConfig",
     "HfManifest",
     "load",
@@ -41,13 +47,10 @@ __all__ = [
     "save",
 ]
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS, MANIFEST = (
-    "adapter_config.json",
-    "adapter_model.safetensors",
-    "manifest.json",
-)
-FORMAT = 1
-MANIFEST_BYTES_MAX = 16 * 2**20
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FORMAT = 2
+FORMATS = (1, 2)
+"""Format 1 had no signature."""
 
 
 class HfConfig(msgspec.Struct, frozen=True):
@@ -74,16 +77,6 @@ class HfConfig(msgspec.Struct, frozen=True):
         return True
 
 
-class _File(msgspec.Struct, frozen=True):
-    sha256: str
-    size: int
-
-
-class _Tensor(msgspec.Struct, frozen=True):
-    shape: tuple[int, ...]
-    dtype: str
-
-
 class HfManifest(msgspec.Struct, frozen=True):
     """What a LoRA artifact says about itself."""
 
@@ -91,14 +84,21 @@ class HfManifest(msgspec.Struct, frozen=True):
     kind: str
     sha256: str
     """Of the version: see the module."""
-    files: dict[str, _File]
-    tensors: dict[str, _Tensor]
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
     config: HfConfig
     about: dict[str, Any] = {}
-    """Free facts: version, parent, batch."""
+    """``artifact.Origin``."""
+    signer: str = ""
 
 
-def save(folder: Path, tensors: Mapping[str, Tensor], config: HfConfig, about: Mapping[str, Any]) -> str:
+def save(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    config: HfConfig,
+    about: Mapping[str, Any],
+    signer: Signer | None = None,
+) -> str:
     """Write a version; returns its sha256. The same version again changes nothing.
 
     Raises TerminalError when the folder holds another version, or a tensor is not finite.
@@ -108,8 +108,7 @@ def save(folder: Path, tensors: Mapping[str, Tensor], config: HfConfig, about: M
         if not bool(torch.isfinite(tensor).all()):
             raise TerminalError(f"{name} has values that are not finite; {folder} was not written")
     files = {ADAPTER_CONFIG: canonical_json(_adapter_config(config)), ADAPTER_WEIGHTS: save_tensors(plain)}
-    entries = {name: _File(hashlib.sha256(data).hexdigest(), len(data)) for name, data in files.items()}
-    sha256 = _version_hash(entries)
+    sha256 = _version_hash(entries_of(files))
     if folder.exists():
         found = read_manifest(folder).sha256
         if found != sha256:
@@ -117,49 +116,37 @@ def save(folder: Path, tensors: Mapping[str, Tensor], config: HfConfig, about: M
                 f"{folder} holds another version (sha256 {found[:12]}, not {sha256[:12]}); a version is never rewritten"
             )
         return sha256
-    shapes = {name: _Tensor(tuple(t.shape), _dtype(t)) for name, t in plain.items()}
-    manifest = HfManifest(FORMAT, "lora", sha256, entries, shapes, config, dict(about))
-    write_folder(folder, {**files, MANIFEST: canonical_json(manifest)})
+    manifest = HfManifest(FORMAT, "lora", sha256, {}, shapes_of(plain), config, dict(about))
+    write(folder, files, manifest, signer)
     return sha256
 
 
-def read_manifest(folder: Path) -> HfManifest:
-    """The manifest of a LoRA artifact. Raises SchemaError when there is none or it is malformed."""
-    manifest = decode_json(_read(folder, MANIFEST, MANIFEST_BYTES_MAX), HfManifest)
-    if manifest.format != FORMAT or manifest.kind != "lora":
+def read_manifest(folder: Path, trust: Trust | None = None) -> HfManifest:
+    """The manifest of a LoRA artifact. Raises SchemaError when there is none, it is malformed, or not signed as ``trust``
+    asks."""
+    manifest = read_head(folder, HfManifest, trust)
+    if manifest.format not in FORMATS or manifest.kind != "lora":
         raise SchemaError(
             f"{folder} has kind {manifest.kind!r}, format {manifest.format}; this build reads lora, {FORMAT}"
-        )
-    if set(manifest.files) != {ADAPTER_CONFIG, ADAPTER_WEIGHTS}:
-        raise SchemaError(
-            f"{folder}: the manifest names other files than an adapter's: {sorted(manifest.files)}"
         )
     return manifest
 
 
-def load(folder: Path, *, sha256: str | None = None) -> tuple[HfManifest, dict[str, Tensor]]:
+def load(
+    folder: Path, *, sha256: str | None = None, trust: Trust | None = None
+) -> tuple[HfManifest, dict[str, Tensor]]:
     """Read and verify a version.
 
     Args:
         folder: ``.../policy@vN``.
         sha256: Expected hash of the version (from the log); None: the manifest's.
+        trust: Whose signature is needed; None: anybody's or none.
 
     Raises:
-        SchemaError: something is missing, too much, or not what manifest and log say.
+        SchemaError: something is missing, too much, or not what manifest, log and signature say.
     """
-    manifest = read_manifest(folder)
-    extra = sorted(set(os.listdir(folder)) - {ADAPTER_CONFIG, ADAPTER_WEIGHTS, MANIFEST})
-    if extra:
-        raise SchemaError(
-            f"{folder} has files that do not belong to an adapter: {', '.join(extra[:5])}; remove them"
-        )
-    data = {name: _read(folder, name, entry.size) for name, entry in manifest.files.items()}
-    for name, entry in manifest.files.items():
-        found = hashlib.sha256(data[name]).hexdigest()
-        if found != entry.sha256:
-            raise SchemaError(
-                f"{folder / name} is corrupt: its sha256 is {found[:12]}, the manifest says {entry.sha256[:12]}; restore it"
-            )
+    manifest = read_manifest(folder, trust)
+    data = read_files(folder, manifest.files, (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
     identity = _version_hash(manifest.files)
     for source, expected in (("manifest", manifest.sha256), ("log", sha256 or manifest.sha256)):
         if identity != expected:
@@ -202,7 +189,7 @@ def _tensors(folder: Path, data: bytes, manifest: HfManifest) -> dict[str, Tenso
         tensors = load_tensors(data)
     except SafetensorError as exc:
         raise SchemaError(f"{folder / ADAPTER_WEIGHTS} is not a safetensors file: {exc}") from exc
-    given = {name: _Tensor(tuple(t.shape), _dtype(t)) for name, t in tensors.items()}
+    given = shapes_of(tensors)
     if given != manifest.tensors or not given:
         wrong = sorted(
             n for n in given.keys() | manifest.tensors.keys() if given.get(n) != manifest.tensors.get(n)
@@ -216,26 +203,6 @@ def _tensors(folder: Path, data: bytes, manifest: HfManifest) -> dict[str, Tenso
     return tensors
 
 
-def _version_hash(files: Mapping[str, _File]) -> str:
+def _version_hash(files: Mapping[str, FileEntry]) -> str:
     lines = "".join(f"{files[name].sha256}  {name}\n" for name in sorted(files))
     return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _read(folder: Path, name: str, size_max: int) -> bytes:
-    """A regular file of the folder, never a link's target. Raises SchemaError."""
-    path = folder / name
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as exc:
-        raise SchemaError(f"{folder} is no policy artifact: {name}: {exc.strerror or exc}") from exc
-    with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode) or found.st_size > size_max:
-            raise SchemaError(
-                f"{path} is no regular file of at most {size_max} bytes (it has {found.st_size})"
-            )
-        return file.read()

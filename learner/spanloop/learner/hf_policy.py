@@ -28,6 +28,7 @@ from spanloop.learner.hf_base import Base, base_of_settings, open_base, packed_t
 from spanloop.learner.losses import decision_log_probs, menu_log_probs
 from spanloop.learner.model import TensorBatch, Tolerance, other_policy
 from spanloop.learner.packing import pack
+from spanloop.learner.signing import Signer, Trust, trust_of
 from spanloop.learner.tokenizer import Tokenizer
 from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.settings import Settings
@@ -126,9 +127,15 @@ class HfPolicy:
             found.append(logp_NV.gather(1, ids_1T[0, 1:, None].to(logp_NV.device))[:, 0].tolist())
         return found
 
-    def save(self, folder: Path, tokenizer: Tokenizer | None, about: Mapping[str, Any]) -> str:
+    def save(
+        self,
+        folder: Path,
+        tokenizer: Tokenizer | None,
+        about: Mapping[str, Any],
+        signer: Signer | None = None,
+    ) -> str:
         """Write the version as an adapter folder; returns its sha256."""
-        return hf_artifact.save(folder, self._lora, self.config, about)
+        return hf_artifact.save(folder, self._lora, self.config, about, signer)
 
     def _states(self, ids_BT: Tensor, lengths_B: Tensor, row_N: Tensor, position_N: Tensor) -> Tensor:
         """What the head reads at each decision: final states (N, W), or the logits themselves (``Base.direct``)."""
@@ -162,9 +169,9 @@ def _score_menus(
     return logp_NK, torch.zeros(full_N.shape, device=full_N.device)
 
 
-def load_artifact(folder: Path, *, sha256: str | None = None) -> HfArtifact:
+def load_artifact(folder: Path, *, sha256: str | None = None, trust: Trust | None = None) -> HfArtifact:
     """Read and verify a LoRA version, and its base where this process has not loaded it. Raises SchemaError."""
-    manifest, tensors = hf_artifact.load(folder, sha256=sha256)
+    manifest, tensors = hf_artifact.load(folder, sha256=sha256, trust=trust)
     return HfArtifact(HfPolicy(open_base(manifest.config), tensors), manifest)
 
 
@@ -172,8 +179,9 @@ def initial_lora(settings: Settings, folder: Path) -> tuple[HfConfig, None, HfPo
     """See ``trainer.initial_policy``; ``folder`` is version 0's."""
     base = base_of_settings(settings.learner)
     if folder.exists():
-        found = hf_artifact.read_manifest(folder).config
+        trust = trust_of(settings.workspace)
+        found = hf_artifact.read_manifest(folder, trust).config
         if found != base.config:
             raise other_policy(settings.workspace, found, base.config)
-        return base.config, None, load_artifact(folder).net
+        return base.config, None, load_artifact(folder, trust=trust).net
     return base.config, None, HfPolicy(base, base.initial(settings.learner.seed))

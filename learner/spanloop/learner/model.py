@@ -28,6 +28,7 @@ from spanloop.schemas.errors import ConfigError, SchemaError
 if TYPE_CHECKING:
     from spanloop.learner.hf_artifact import HfManifest
     from spanloop.learner.policy import Manifest
+    from spanloop.learner.signing import Signer, Trust
     from spanloop.learner.tokenizer import Tokenizer
 
 __all__ = [
@@ -110,7 +111,13 @@ class Policy(Protocol):
         """What ``ServingPort.probe`` must answer for these weights."""
         ...
 
-    def save(self, folder: Path, tokenizer: Tokenizer | None, about: Mapping[str, Any]) -> str:
+    def save(
+        self,
+        folder: Path,
+        tokenizer: Tokenizer | None,
+        about: Mapping[str, Any],
+        signer: Signer | None = None,
+    ) -> str:
         """Write the immutable artifact ``folder``; returns its sha256. See ``save_artifact``."""
         ...
 
@@ -143,44 +150,50 @@ def _kind(folder: Path) -> str:
         raise SchemaError(f"{folder} is no policy artifact: {exc.strerror or exc}") from exc
 
 
-def read_manifest(folder: Path) -> Manifest | HfManifest:
-    """The manifest of an artifact of any kind; its ``config`` is the policy's. Raises SchemaError."""
+def read_manifest(folder: Path, trust: Trust | None = None) -> Manifest | HfManifest:
+    """The manifest of an artifact of any kind; its ``config`` is the policy's. Raises SchemaError, see ``load_artifact``."""
     if _kind(folder) == "lora":
         from spanloop.learner import hf_artifact
 
-        return hf_artifact.read_manifest(folder)
+        return hf_artifact.read_manifest(folder, trust)
     from spanloop.learner import policy
 
-    return policy.read_manifest(folder)
+    return policy.read_manifest(folder, trust)
 
 
-def load_artifact(folder: Path, *, sha256: str | None = None) -> Artifact:
+def load_artifact(folder: Path, *, sha256: str | None = None, trust: Trust | None = None) -> Artifact:
     """Read and verify an artifact of any kind.
 
     Args:
         folder: ``.../policy@vN``.
         sha256: Expected hash (from the log); None: the manifest's.
+        trust: Whose signature is needed; None: anybody's or none (tools outside a workspace).
 
     Raises:
-        SchemaError: missing, or its hash, names, shapes or numbers are not what the manifest says.
+        SchemaError: missing, or its signature, hash, names, shapes or numbers are not what they have to be.
     """
     if _kind(folder) == "lora":
         from spanloop.learner import hf_policy
 
-        return hf_policy.load_artifact(folder, sha256=sha256)
+        return hf_policy.load_artifact(folder, sha256=sha256, trust=trust)
     from spanloop.learner import policy
 
-    return policy.load_artifact(folder, sha256=sha256)
+    return policy.load_artifact(folder, sha256=sha256, trust=trust)
 
 
 def save_artifact(
-    folder: Path, net: Policy, tokenizer: Tokenizer | None, *, about: Mapping[str, Any] | None = None
+    folder: Path,
+    net: Policy,
+    tokenizer: Tokenizer | None,
+    *,
+    about: Mapping[str, Any] | None = None,
+    signer: Signer | None = None,
 ) -> str:
     """Write ``net`` as the immutable artifact ``folder``; returns the sha256 that the log will name.
 
     Writing the same version again changes nothing. Raises TerminalError when the folder holds another.
     """
-    return net.save(folder, tokenizer, dict(about or {}))
+    return net.save(folder, tokenizer, dict(about or {}), signer)
 
 
 def other_policy(workspace: Path, found: object, wanted: object) -> ConfigError:

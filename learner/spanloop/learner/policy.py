@@ -1,9 +1,8 @@
 """The embedded policy: a small causal transformer, and its immutable artifacts.
 
 Place: the learner trains it and saves each version, the embedded server loads and serves it. An artifact is a folder
-``policy@vN/{model.safetensors, manifest.json}``; it is written beside its final place, synced and renamed, so that it
-is there whole or not at all, and it is never written twice. No pickle. Loading verifies sha256, names, shapes and
-finiteness before a weight is used.
+``policy@vN/{model.safetensors, manifest.json, manifest.sig}`` (``artifact``), there whole or not at all, and never written twice.
+Loading verifies signature, sha256, names, shapes and finiteness before a weight is used.
 
 Legend of suffixes: B rows, T positions, V vocabulary, W width, H heads.
 """
@@ -23,18 +22,19 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 from torch.nn import functional
 
-from spanloop.learner.durable import write_folder
+from spanloop.learner.artifact import FileEntry, TensorEntry, read_files, read_head, shapes_of, write
 from spanloop.learner.losses import decision_log_probs, menu_log_probs
 from spanloop.learner.model import TensorBatch, Tolerance
+from spanloop.learner.signing import Signer, Trust
 from spanloop.learner.tokenizer import Tokenizer
-from spanloop.schemas.canonical import canonical_json, decode_json
 from spanloop.schemas.errors import ConfigError, SchemaError, TerminalError
 
 __all__ = ["Artifact", "Manifest", "PolicyConfig", "PolicyNet", "load_artifact", "save_artifact"]
 
 WEIGHTS = "model.safetensors"
-MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+FORMATS = (1, 2)
+"""Format 1 had neither ``files`` nor a signature."""
 
 
 class PolicyConfig(msgspec.Struct, frozen=True):
@@ -180,11 +180,17 @@ class PolicyNet(nn.Module):
             found.append(logp_TV.gather(1, ids_T[1:, None])[:, 0].tolist())
         return found
 
-    def save(self, folder: Path, tokenizer: Tokenizer | None, about: Mapping[str, Any]) -> str:
+    def save(
+        self,
+        folder: Path,
+        tokenizer: Tokenizer | None,
+        about: Mapping[str, Any],
+        signer: Signer | None = None,
+    ) -> str:
         """See ``save_artifact``."""
         if tokenizer is None:
             raise TerminalError("the embedded policy is saved with its tokenizer")
-        return save_artifact(folder, self, tokenizer, about=about)
+        return save_artifact(folder, self, tokenizer, about=about, signer=signer)
 
 
 _SMALL = ("head.weight", "positions.weight")
@@ -200,7 +206,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     config: PolicyConfig
     vocabulary: tuple[str, ...]
     about: dict[str, Any] = {}
-    """Free facts: version, parent, batch."""
+    """``artifact.Origin``."""
+    files: dict[str, FileEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
+    signer: str = ""
+    kind: str = "embedded"
 
 
 class Artifact(msgspec.Struct, frozen=True):
@@ -212,13 +222,19 @@ class Artifact(msgspec.Struct, frozen=True):
 
 
 def save_artifact(
-    folder: Path, net: PolicyNet, tokenizer: Tokenizer, *, about: Mapping[str, Any] | None = None
+    folder: Path,
+    net: PolicyNet,
+    tokenizer: Tokenizer,
+    *,
+    about: Mapping[str, Any] | None = None,
+    signer: Signer | None = None,
 ) -> str:
     """Write ``net`` as the immutable artifact ``folder``; returns the sha256 of its weights.
 
     Writing the same weights again changes nothing. Raises TerminalError when the folder holds other weights.
     """
-    weights = save_tensors({name: t.detach().contiguous().cpu() for name, t in net.state_dict().items()})
+    tensors = {name: t.detach().contiguous().cpu() for name, t in net.state_dict().items()}
+    weights = save_tensors(tensors)
     sha256 = hashlib.sha256(weights).hexdigest()
     if folder.exists():
         found = read_manifest(folder).sha256
@@ -227,42 +243,41 @@ def save_artifact(
                 f"{folder} holds other weights (sha256 {found[:12]}, not {sha256[:12]}); a version is never rewritten"
             )
         return sha256
-    manifest = Manifest(FORMAT, sha256, len(weights), net.config, tokenizer.vocabulary, dict(about or {}))
-    write_folder(folder, {WEIGHTS: weights, MANIFEST: canonical_json(manifest)})
+    manifest = Manifest(
+        FORMAT, sha256, len(weights), net.config, tokenizer.vocabulary, dict(about or {}),
+        tensors=shapes_of(tensors),
+    )  # fmt: skip
+    write(folder, {WEIGHTS: weights}, manifest, signer)
     return sha256
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of an artifact. Raises SchemaError when there is none or it is malformed."""
-    try:
-        manifest = decode_json((folder / MANIFEST).read_bytes(), Manifest)
-    except OSError as exc:
-        raise SchemaError(f"{folder} is no policy artifact: {exc.strerror or exc}") from exc
-    if manifest.format != FORMAT:
+def read_manifest(folder: Path, trust: Trust | None = None) -> Manifest:
+    """The manifest of an artifact. Raises SchemaError when there is none, it is malformed, or not signed as ``trust`` asks."""
+    manifest = read_head(folder, Manifest, trust)
+    if manifest.format not in FORMATS:
         raise SchemaError(f"{folder} has format {manifest.format}, this build reads {FORMAT}")
     return manifest
 
 
-def load_artifact(folder: Path, *, sha256: str | None = None) -> Artifact:
+def load_artifact(folder: Path, *, sha256: str | None = None, trust: Trust | None = None) -> Artifact:
     """Read and verify an artifact.
 
     Args:
         folder: ``.../policy@vN``.
         sha256: Expected hash of the weights (from the log); None: the manifest's.
+        trust: Whose signature is needed; None: anybody's or none.
 
     Raises:
-        SchemaError: missing, or its hash, names, shapes or numbers are not what the manifest says.
+        SchemaError: missing, or its hash, names, shapes, numbers or signature are not what they have to be.
     """
-    manifest = read_manifest(folder)
-    try:
-        weights = (folder / WEIGHTS).read_bytes()
-    except OSError as exc:
-        raise SchemaError(f"{folder} is no policy artifact: {exc.strerror or exc}") from exc
-    found = hashlib.sha256(weights).hexdigest()
+    manifest = read_manifest(folder, trust)
+    files = manifest.files or {WEIGHTS: FileEntry(manifest.sha256, manifest.size)}
+    weights = read_files(folder, files, (WEIGHTS,))[WEIGHTS]
+    found = files[WEIGHTS].sha256
     for name, expected in (("manifest", manifest.sha256), ("log", sha256 or manifest.sha256)):
         if found != expected:
             raise SchemaError(
-                f"{folder / WEIGHTS} is corrupt: its sha256 is {found[:12]}, the {name} says {expected[:12]}; restore it"
+                f"{folder / WEIGHTS} is another version: its sha256 is {found[:12]}, the {name} says {expected[:12]}; restore it"
             )
     tokenizer = Tokenizer(manifest.vocabulary)
     if tokenizer.size != manifest.config.vocabulary_size:
@@ -274,11 +289,11 @@ def load_artifact(folder: Path, *, sha256: str | None = None) -> Artifact:
     except SafetensorError as exc:
         raise SchemaError(f"{folder / WEIGHTS} is not a safetensors file: {exc}") from exc
     net = _unfilled(manifest.config)
-    wanted = {name: (tuple(t.shape), t.dtype) for name, t in net.state_dict().items()}
-    given = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    if wanted != given:
-        wrong = sorted(n for n in wanted.keys() | given.keys() if wanted.get(n) != given.get(n))
-        raise SchemaError(f"{folder}: tensors do not fit the network: {', '.join(wrong[:5])}")
+    given = shapes_of(tensors)
+    for what, wanted in (("network", shapes_of(net.state_dict())), ("manifest", manifest.tensors or given)):
+        if wanted != given:
+            wrong = sorted(n for n in wanted.keys() | given.keys() if wanted.get(n) != given.get(n))
+            raise SchemaError(f"{folder}: tensors do not fit the {what}: {', '.join(wrong[:5])}")
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
             raise SchemaError(f"{folder}: {name} has values that are not finite")

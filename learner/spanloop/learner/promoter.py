@@ -12,13 +12,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from spanloop.learner import promotion
+from spanloop.learner.artifact import Origin, code_version, signer_of
 from spanloop.learner.checkpoint import BatchReport
 from spanloop.learner.deployment import Deployment
 from spanloop.learner.evaluation import Evaluation
@@ -36,6 +38,7 @@ from spanloop.learner.promotion import (
 from spanloop.learner.registry import Registry
 from spanloop.learner.sentinels.watch import Alarm
 from spanloop.learner.serving.port import ServingPort
+from spanloop.learner.signing import open_signer, trust_of
 from spanloop.learner.tokenizer import Tokenizer
 from spanloop.pipeline.ports import Clock, Log, new_record
 from spanloop.schemas import topics
@@ -82,6 +85,7 @@ class Promoter:
         self._registry = registry
         self._clock = clock
         self._tokenizer = tokenizer
+        self._signer = open_signer(settings.workspace)
         self._names: dict[str, Any] = {"tenant": settings.tenant, "policy": settings.gateway.policy}
         self._read_to = -1
         self._nets: OrderedDict[int, Policy] = OrderedDict()
@@ -168,7 +172,8 @@ class Promoter:
         candidate = self.state.versions.get(version)
         if candidate is None:
             raise SchemaError(f"version {version} is not registered")
-        return load_artifact(self._settings.workspace / candidate.path, sha256=candidate.sha256)
+        folder = self._settings.workspace / candidate.path
+        return load_artifact(folder, sha256=candidate.sha256, trust=trust_of(self._settings.workspace))
 
     def register(self, net: Policy, batch: int, report: BatchReport) -> int:
         """Make the weights after ``batch`` a version: artifact, MLflow, event. Doing it again changes nothing.
@@ -181,18 +186,27 @@ class Promoter:
         return self._register(net, batch=batch, report=report)
 
     def _register(
-        self, net: Policy, *, batch: int, report: BatchReport, injected: str = "", command: str = ""
+        self,
+        net: Policy,
+        *,
+        batch: int,
+        report: BatchReport,
+        injected: str = "",
+        injected_signer: str = "",
+        command: str = "",
     ) -> int:
         version = self.state.next_version
-        sha256 = self._save(
-            version, net, {"version": version, "parent": report.parent_version, "batch": batch}
-        )
+        origin = self._origin(version, batch, report, injected=injected, injected_signer=injected_signer)
+        sha256 = self._save(version, net, origin)
         tags = {
             "spanloop.parent": str(report.parent_version),
             "spanloop.batch": str(batch),
             "spanloop.sha256": sha256,
             "spanloop.orchestrations": str(report.orchestrations),
-            "spanloop.offset": str(self._last_offset(batch)),
+            "spanloop.offset": str(origin.to_offset),
+            "spanloop.samples_sha256": origin.samples_sha256,
+            "spanloop.code": origin.code,
+            "spanloop.signer": self._signer.name,
             "spanloop.tenant": self._names["tenant"],
         }
         if injected:
@@ -218,26 +232,42 @@ class Promoter:
         )
         return version
 
-    def _last_offset(self, batch: int) -> int:
-        last = self.state.last_batch
-        return last.to_offset if last is not None and last.batch == batch else -1
+    def _origin(
+        self, version: int, batch: int, report: BatchReport, *, injected: str, injected_signer: str
+    ) -> Origin:
+        last, parent = self.state.last_batch, self.state.versions.get(report.parent_version)
+        own = last is not None and last.batch == batch and not injected
+        return Origin(
+            version=version,
+            parent=report.parent_version,
+            parent_sha256="" if parent is None else parent.sha256,
+            batch=batch,
+            from_offset=last.from_offset if last is not None and own else -1,
+            to_offset=last.to_offset if last is not None and own else -1,
+            samples=report.orchestrations,
+            samples_sha256=report.samples_sha256,
+            code=code_version(),
+            injected=injected,
+            injected_signer=injected_signer,
+        )
 
-    def _save(self, version: int, net: Policy, about: Mapping[str, Any]) -> str:
+    def _save(self, version: int, net: Policy, origin: Origin) -> str:
         folder = self.folder(version)
         if folder.exists() and version not in self.state.versions:
             self._clear_orphan(folder, net)
         try:
-            return save_artifact(folder, net, self._tokenizer, about=about)
+            return save_artifact(
+                folder, net, self._tokenizer, about=msgspec.to_builtins(origin), signer=self._signer
+            )
         except OSError as exc:
             raise TransientError(
                 f"cannot write {folder}: {exc.strerror or exc}; the learner tries again"
             ) from exc
 
-    @staticmethod
-    def _clear_orphan(folder: Path, net: Policy) -> None:
-        """Move a folder aside that a killed learner left without an event, unless it holds just these weights."""
+    def _clear_orphan(self, folder: Path, net: Policy) -> None:
+        """Move a folder aside that a killed learner left without an event, unless it holds just these weights, signed."""
         try:
-            same = _same(load_artifact(folder).net, net)
+            same = _same(load_artifact(folder, trust=trust_of(self._settings.workspace)).net, net)
         except SchemaError:
             same = False
         if not same:
@@ -379,14 +409,16 @@ class Promoter:
         if champion is not None and config != champion.config:
             raise SchemaError(f"{path} has another shape than the policy: {config}")
         artifact = load_artifact(path)
+        signer = signer_of(path, trust_of(self._settings.workspace))
         tokenizer = artifact.tokenizer
         if tokenizer is not None and self._tokenizer is not None and tokenizer.hash != self._tokenizer.hash:
             raise SchemaError(f"{path} has another vocabulary than learner.vocabulary")
         report = BatchReport(orchestrations=0, parent_version=self.state.champion)
         reason = command.reason or "injected by hand"
         return self._register(
-            artifact.net, batch=batch, report=report, injected=reason, command=command.command_id
-        )
+            artifact.net, batch=batch, report=report, injected=reason, injected_signer=signer,
+            command=command.command_id,
+        )  # fmt: skip
 
     def _command_rollback(self, command: PolicyCommand) -> int:
         state = self.state

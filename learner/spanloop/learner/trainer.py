@@ -36,6 +36,7 @@ from spanloop.learner.registry import Registry
 from spanloop.learner.sentinels.patrol import Patrol
 from spanloop.learner.sentinels.watch import Watch
 from spanloop.learner.serving.port import ServingPort
+from spanloop.learner.signing import trust_of
 from spanloop.learner.tokenizer import Tokenizer
 from spanloop.learner.training import Training
 from spanloop.learner.update import hyper_of, initialise_torch
@@ -83,9 +84,11 @@ def initial_policy(settings: Settings) -> tuple[Any, Tokenizer | None, Policy]:
     )
     if not folder.exists():
         return config, tokenizer, PolicyNet.initial(config, settings.learner.seed)
-    if read_manifest(folder).config != config:
-        raise other_policy(settings.workspace, read_manifest(folder).config, config)
-    artifact = load_artifact(folder)
+    trust = trust_of(settings.workspace)
+    found = read_manifest(folder, trust).config
+    if found != config:
+        raise other_policy(settings.workspace, found, config)
+    artifact = load_artifact(folder, trust=trust)
     if artifact.tokenizer is None or artifact.tokenizer.hash != tokenizer.hash:
         raise other_policy(settings.workspace, f"{config} with other words", config)
     return config, tokenizer, artifact.net

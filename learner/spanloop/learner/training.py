@@ -10,6 +10,7 @@ orchestration is in at most one batch; samples of an open window are never half-
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from spanloop.pipeline.ports import Log
 from spanloop.schemas.errors import SchemaError, TerminalError
 from spanloop.schemas.events import BatchCommitted, SamplesBuilt
 
-__all__ = ["Selection", "Training", "hyper_of_batch", "open_window", "replay", "select"]
+__all__ = ["Selection", "Training", "hyper_of_batch", "open_window", "replay", "samples_hash", "select"]
 
 LEDGER_BATCHES_MIN = 8
 """Batches that the sample ledger remembers at least; with a staleness bound of eta it remembers eta + 2: a revision
@@ -41,6 +42,15 @@ class Selection(msgspec.Struct):
     window: Window
     ledger: dict[str, int]
     """The sample ledger after the batch."""
+
+
+def samples_hash(rollouts: Iterable[Rollout]) -> str:
+    """Which samples a batch was trained on, in a version's manifest: what this prints for its "ID@REVISION" lines, sorted:
+
+    LC_ALL=C sort | sha256sum
+    """
+    lines = sorted(f"{r.orchestration_id}@{r.revision}\n".encode() for r in rollouts)
+    return hashlib.sha256(b"".join(lines)).hexdigest()
 
 
 def hyper_of_batch(committed: BatchCommitted) -> Hyper:
@@ -179,7 +189,9 @@ class Training:
             ledger=chosen.ledger,
             steps=self.updater.steps,
             skipped=self.updater.skipped,
-            report=BatchReport(len(rollouts), committed.parent_version, window.dropped(), metrics),
+            report=BatchReport(
+                len(rollouts), committed.parent_version, window.dropped(), metrics, samples_hash(rollouts)
+            ),
         )
         self._window = None
 

@@ -148,7 +148,7 @@ class Injection:
             self._policies("unfreeze", then=self._unfrozen_again)
             return
         out = self._folder / f"attempt-{self._attempt}"
-        self._policies("inject", str(out), then=self._injected)
+        self._policies("inject", str(out), "--unsigned", then=self._injected)
 
     def _unfrozen_again(self) -> None:
         if self._finished() is not None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from spanloop.learner.policy import Artifact, load_artifact
+from spanloop.learner.signing import Trust
 from spanloop.learner.tokenizer import Tokenizer
 from spanloop.schemas.errors import SchemaError, StaleError, TransientError
 
@@ -52,6 +53,7 @@ class Adapters:
         now_s: Monotonic seconds.
         wall_s: Seconds since the epoch, for ``created``.
         vocabulary: The deployment's tokenizer; an artifact with another one is refused. None: any.
+        trust: Whose signature a version needs.
     """
 
     def __init__(
@@ -62,12 +64,14 @@ class Adapters:
         now_s: Callable[[], float],
         wall_s: Callable[[], float],
         vocabulary: Tokenizer | None = None,
+        trust: Callable[[], Trust | None] = lambda: None,
     ) -> None:
         self._folder = folder
         self._limit = limit
         self._now_s = now_s
         self._wall_s = wall_s
         self._vocabulary = vocabulary
+        self._trust = trust
         self._by_name: OrderedDict[str, Adapter] = OrderedDict()
         self.num_evicted = 0
 
@@ -90,7 +94,7 @@ class Adapters:
         """Read and verify an artifact (blocking; any thread). Raises NotFound, SchemaError."""
         if not path.is_dir():
             raise NotFound(f"No policy artifact at {path}.", path=str(path))
-        artifact = load_artifact(path)
+        artifact = load_artifact(path, trust=self._trust())
         if self._vocabulary is not None and artifact.tokenizer.hash != self._vocabulary.hash:
             raise SchemaError(
                 f"{path} was made with another vocabulary ({artifact.tokenizer.size} tokens) than learner.vocabulary "

@@ -32,6 +32,7 @@ from spanloop.learner.serving.shapes import (
     completion_response,
     error_body,
 )
+from spanloop.learner.signing import trust_of
 from spanloop.learner.tokenizer import Tokenizer
 from spanloop.schemas.errors import SchemaError, SpanloopError, TransientError
 from spanloop.schemas.settings import Settings
@@ -77,6 +78,7 @@ class EmbeddedServer:
             now_s=now_s,
             wall_s=wall_s,
             vocabulary=Tokenizer(words) if words else None,
+            trust=lambda: trust_of(settings.workspace),
         )
         self.batcher = Batcher(
             max_batch=settings.serving.max_batch,
