@@ -12,6 +12,7 @@ import pytest
 from hf_world import first_policy, settings, tiny
 from mlflow_support import Server
 
+from spanloop.learner.artifact import Origin
 from spanloop.learner.model import load_artifact, save_artifact
 from spanloop.learner.registry import MlflowRegistry, tracking_uri
 from spanloop.learner.serving.memory import MemoryServing
@@ -53,7 +54,7 @@ def test_versions_are_registered_promoted_and_rolled_back(
     made = Learner(options, log=log, registry=registry, serving=MemoryServing(), clock=ManualClock(10**18))
     made.start()
     made.step()
-    assert registry.champion() == 0
+    assert registry.pointed("champion") == 0
     other = first_policy(model, max_length=32)
     other.restore({name: tensor + 0.01 for name, tensor in other.tensors().items()})
     save_artifact(tmp_path / "other", other, None)
@@ -69,7 +70,7 @@ def test_versions_are_registered_promoted_and_rolled_back(
     made.step()
     made.step()
     assert made.promoter.state.champion == 1
-    assert MlflowRegistry(server.url, "lora", tmp_path / "elsewhere").champion() == 1
+    assert MlflowRegistry(server.url, "lora", tmp_path / "elsewhere").pointed("champion") == 1
 
     from mlflow import MlflowClient
     from mlflow.artifacts import download_artifacts
@@ -80,6 +81,9 @@ def test_versions_are_registered_promoted_and_rolled_back(
     assert str(found.version) == candidate.mlflow_version
     assert found.tags["spanloop.sha256"] == candidate.sha256
     assert found.tags["spanloop.injected"] == "injected by hand"
+    assert found.description == "version 1, put there by hand: injected by hand"
+    assert registry.pointed("candidate") == 0
+    assert registry.pointed("challenger") == -1
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
     where = download_artifacts("models:/lora@champion", dst_path=str(tmp_path / "got"))
     got = load_artifact(Path(where), sha256=candidate.sha256).net
@@ -97,7 +101,7 @@ def test_versions_are_registered_promoted_and_rolled_back(
     finally:
         server.signal(signal.SIGCONT)
     made.step()
-    assert registry.champion() == 0
+    assert registry.pointed("champion") == 0
     assert str(client.get_model_version_by_alias("lora", "champion").version) != candidate.mlflow_version
 
 
@@ -108,8 +112,19 @@ def test_registering_is_idempotent_and_survives_a_lost_run(
     net = first_policy(model)
     for version in (0, 1):
         save_artifact(tmp_path / f"policy@v{version}", net, None)
-    first = registry.register(0, tmp_path / "policy@v0", tags={"a": "b"}, metrics={"loss": 0.5})
+    origin = Origin(version=0, from_offset=3, to_offset=9, samples=4, samples_sha256="ab" * 32)
+    first = registry.register(
+        0, tmp_path / "policy@v0", tags={"a": "b"}, metrics={"loss": 0.5}, origin=origin
+    )
     assert isinstance(first, str)
+    assert registry._opened is not None
+    client, run = registry._opened
+    assert [d.dataset.name for d in client.get_run(run).inputs.dataset_inputs] == ["samples(3,9]"]
+    assert [a.path for a in client.list_artifacts(run, "plots")] == ["plots/learning.svg"]
+    registry.point("challenger", 0, epoch=1)
+    assert registry.pointed("challenger") == 0
+    registry.point("challenger", -1, epoch=1)
+    assert registry.pointed("challenger") == -1
     another = MlflowRegistry(server.url, "again", tmp_path)
     assert another.register(0, tmp_path / "policy@v0", tags={"a": "b"}, metrics={"loss": 0.5}) == first
     opened = registry._opened
@@ -119,7 +134,7 @@ def test_registering_is_idempotent_and_survives_a_lost_run(
         registry.register(1, tmp_path / "policy@v1", tags={}, metrics={})
     assert registry.register(1, tmp_path / "policy@v1", tags={}, metrics={}) != first
     with pytest.raises(TransientError, match="does not know version 7"):
-        registry.set_champion(7, epoch=1)
+        registry.point("champion", 7, epoch=1)
 
 
 def test_a_vllm_server_elsewhere_fetches_a_version_by_its_name(

@@ -19,7 +19,7 @@ from spanloop.learner import promoter as promoters
 from spanloop.learner.history import read_policies, read_samples
 from spanloop.learner.policy import PolicyNet, save_artifact
 from spanloop.learner.promotion import desired_routing, fold
-from spanloop.learner.registry import MemoryRegistry
+from spanloop.learner.registry import ALIASES, MemoryRegistry
 from spanloop.learner.serving.memory import MemoryServing
 from spanloop.learner.training import Training, replay
 from spanloop.learner.update import exact_numerics
@@ -83,8 +83,8 @@ class FragileRegistry(MemoryRegistry):
     def register(self, *args: Any, **kwargs: Any) -> str:
         return self.effects.do(lambda: MemoryRegistry.register(self, *args, **kwargs))
 
-    def set_champion(self, *args: Any, **kwargs: Any) -> None:
-        return self.effects.do(lambda: MemoryRegistry.set_champion(self, *args, **kwargs))
+    def point(self, *args: Any, **kwargs: Any) -> None:
+        return self.effects.do(lambda: MemoryRegistry.point(self, *args, **kwargs))
 
 
 class FragileServing(MemoryServing):
@@ -144,7 +144,9 @@ class System:
         assert [b.batch for b in batches] == list(range(1, len(batches) + 1))
         assert [b.from_offset for b in batches[1:]] == [b.to_offset for b in batches[:-1]]
         assert {c.batch for c in state.versions.values() if not c.injected} == set(range(len(batches) + 1))
-        assert self.registry.alias == state.champion
+        assert {alias: self.registry.pointed(alias) for alias in ALIASES} == {
+            "champion": state.champion, "challenger": state.challenger, "candidate": state.newest,
+        }  # fmt: skip
         assert desired_routing(state, made.settings.learner, tenant="default", policy="policy") is None
         assert state.routing is not None
         names = {state.routing.champion, state.routing.learner, state.routing.canary} - {-1}
@@ -256,7 +258,7 @@ def test_rollback_works_while_mlflow_is_away(tmp_path: Path, monkeypatch: pytest
 
     system.log.append([new_record(PolicyCommand(command_id="f", kind="freeze"))])
     system.log.append([new_record(PolicyCommand(command_id="r", kind="rollback", reason="test"))])
-    monkeypatch.setattr(system.registry, "set_champion", away)
+    monkeypatch.setattr(system.registry, "point", away)
     with pytest.raises(TransientError):
         system.made.step()
     state = system.made.promoter.state

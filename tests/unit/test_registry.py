@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import stat
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from learner_world import CONFIG, WORDS
 
+from spanloop.learner.artifact import Origin
 from spanloop.learner.policy import PolicyNet, save_artifact
 from spanloop.learner.registry import MemoryRegistry, MlflowRegistry, Registry, tracking_uri
 from spanloop.learner.tokenizer import Tokenizer
@@ -21,7 +24,7 @@ TAGS = {"spanloop.parent": "0", "spanloop.sha256": "ab"}
 def mlflow_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One MLflow database for the module: making its tables takes seconds."""
     home = tmp_path_factory.mktemp("mlflow-home")
-    MlflowRegistry(tracking_uri("", home), "warm", home).champion()
+    MlflowRegistry(tracking_uri("", home), "warm", home).pointed("champion")
     return home
 
 
@@ -46,20 +49,66 @@ def test_register_is_idempotent(registry: Registry, tmp_path: Path) -> None:
 
 
 def test_champion_alias(registry: Registry, tmp_path: Path) -> None:
-    assert registry.champion() == -1
+    assert registry.pointed("champion") == -1
     for version in (0, 1):
         registry.register(version, artifact(tmp_path, version), tags=TAGS, metrics={})
-    registry.set_champion(1, epoch=2)
-    registry.set_champion(1, epoch=2)
-    assert registry.champion() == 1
-    registry.set_champion(0, epoch=3)
-    assert registry.champion() == 0
+    registry.point("champion", 1, epoch=2)
+    registry.point("champion", 1, epoch=2)
+    assert registry.pointed("champion") == 1
+    registry.point("champion", 0, epoch=3)
+    assert registry.pointed("champion") == 0
+
+
+def test_challenger_and_candidate_come_and_go(registry: Registry, tmp_path: Path) -> None:
+    for version in (0, 1):
+        registry.register(version, artifact(tmp_path, version), tags=TAGS, metrics={})
+    registry.point("candidate", 1, epoch=1)
+    registry.point("challenger", 1, epoch=1)
+    assert [registry.pointed(a) for a in ("champion", "challenger", "candidate")] == [-1, 1, 1]
+    registry.point("challenger", -1, epoch=1)
+    registry.point("candidate", 0, epoch=1)
+    assert [registry.pointed(a) for a in ("champion", "challenger", "candidate")] == [-1, -1, 0]
+
+
+def test_mlflow_has_lineage_dataset_metrics_and_curves(mlflow_home: Path, tmp_path: Path) -> None:
+    registry = MlflowRegistry(tracking_uri("", mlflow_home), "lineage", mlflow_home)
+    for version in (1, 2, 3):
+        origin = Origin(
+            version=version, parent=version - 1, parent_sha256="ab" * 32, batch=version, from_offset=10 * version,
+            to_offset=10 * version + 10, samples=8, samples_sha256=f"{version}" * 64, code="c",
+        )  # fmt: skip
+        registry.register(
+            version, artifact(tmp_path, version), tags=TAGS, origin=origin,
+            metrics={"reward": 0.1 * version, "loss": float("nan") if version == 2 else 0.5},
+        )  # fmt: skip
+    from mlflow import MlflowClient
+
+    uri = tracking_uri("", mlflow_home)
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    found = client.search_model_versions("name = 'lineage' and tags.`spanloop.version` = '3'")[0]
+    assert found.description == (
+        "version 3, parent 2 (sha256 abababababab), batch 3: 8 orchestrations, samples (30, 40]"
+    )
+    run = client.get_run(str(found.run_id))
+    taught = {d.dataset.name: d for d in run.inputs.dataset_inputs}
+    assert set(taught) == {"samples(10,20]", "samples(20,30]", "samples(30,40]"}
+    last = taught["samples(30,40]"]
+    assert last.dataset.digest == "3" * 36
+    assert json.loads(last.dataset.source) == {"topic": "samples", "from_offset": 30, "to_offset": 40}
+    assert json.loads(last.dataset.profile) == {"orchestrations": 8, "samples_sha256": "3" * 64}
+    assert {t.key: t.value for t in last.tags} == {"mlflow.data.context": "training", "spanloop.version": "3"}
+    history = client.get_metric_history(str(found.run_id), "reward")
+    assert [(m.step, round(m.value, 3)) for m in history] == [(1, 0.1), (2, 0.2), (3, 0.3)]
+    where = client.download_artifacts(str(found.run_id), "plots/learning.svg", str(tmp_path))
+    drawing = ElementTree.fromstring(Path(where).read_text())  # noqa: S314 - our own file
+    assert len(drawing.findall("{http://www.w3.org/2000/svg}polyline")) == 2
+    assert "nan" not in Path(where).read_text()
 
 
 def test_mlflow_holds_what_we_said(mlflow_home: Path, tmp_path: Path) -> None:
     registry = MlflowRegistry(tracking_uri("", mlflow_home), "told", mlflow_home)
     number = registry.register(7, artifact(tmp_path, 7), tags=TAGS, metrics={"loss": 0.25})
-    registry.set_champion(7, epoch=4)
+    registry.point("champion", 7, epoch=4)
     from mlflow import MlflowClient
 
     client = MlflowClient(

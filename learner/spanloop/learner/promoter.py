@@ -35,7 +35,7 @@ from spanloop.learner.promotion import (
     StartCanary,
     Withdraw,
 )
-from spanloop.learner.registry import Registry
+from spanloop.learner.registry import ALIASES, CHAMPION, Registry
 from spanloop.learner.sentinels.watch import Alarm
 from spanloop.learner.serving.port import ServingPort
 from spanloop.learner.signing import open_signer, trust_of
@@ -89,7 +89,8 @@ class Promoter:
         self._names: dict[str, Any] = {"tenant": settings.tenant, "policy": settings.gateway.policy}
         self._read_to = -1
         self._nets: OrderedDict[int, Policy] = OrderedDict()
-        self._alias: int | None = None
+        self._aliases: dict[str, int] = {}
+        """Where MLflow's point, as far as it was asked or told."""
         self.deployment = Deployment(
             serving,
             settings.gateway.policy,
@@ -200,6 +201,7 @@ class Promoter:
         sha256 = self._save(version, net, origin)
         tags = {
             "spanloop.parent": str(report.parent_version),
+            "spanloop.parent_sha256": origin.parent_sha256,
             "spanloop.batch": str(batch),
             "spanloop.sha256": sha256,
             "spanloop.orchestrations": str(report.orchestrations),
@@ -212,7 +214,7 @@ class Promoter:
         if injected:
             tags["spanloop.injected"] = injected[:250]
         mlflow_version = self._registry.register(
-            version, self.folder(version), tags=tags, metrics=report.metrics
+            version, self.folder(version), tags=tags, metrics=report.metrics, origin=origin
         )
         self.append(
             CandidateRegistered(
@@ -469,14 +471,16 @@ class Promoter:
             self.deployment.drain(named, self._clock.now_ns() / 1e9)
 
     def mirror(self) -> None:
-        """Point MLflow's alias at the champion. Raises TransientError."""
-        if self.state.champion < 0 or self._alias == self.state.champion:
-            return
-        if self._alias is None:
-            self._alias = self._registry.champion()
-        if self._alias != self.state.champion:
-            self._registry.set_champion(self.state.champion, epoch=self.state.epoch)
-            self._alias = self.state.champion
+        """Point MLflow's aliases at what the log says, the champion's first. Raises TransientError."""
+        wanted = dict(
+            zip(ALIASES, (self.state.champion, self.state.challenger, self.state.newest), strict=True)
+        )
+        for alias, version in wanted.items():
+            if alias not in self._aliases:
+                self._aliases[alias] = self._registry.pointed(alias)
+            if self._aliases[alias] != version and (version >= 0 or alias != CHAMPION):
+                self._registry.point(alias, version, epoch=self.state.epoch)
+                self._aliases[alias] = version
 
 
 def _micro(value: float) -> int:

@@ -95,6 +95,11 @@ class PromotionState(msgspec.Struct, frozen=True):
         )
 
     @property
+    def challenger(self) -> int:
+        """The version in its canary, else the one that passed its gate and has had none; -1: none."""
+        return self.ready if self.canary is None else self.canary.version
+
+    @property
     def queue(self) -> tuple[int, ...]:
         """Injected versions that passed the gate against the present champion and wait for their canary."""
         running = -1 if self.canary is None else self.canary.version

@@ -1,10 +1,11 @@
-"""MLflow as a store of versions: each candidate is a model version with tags, the champion has an alias.
+"""MLflow as a store of versions: each candidate is a model version with tags; champion, challenger and candidate are aliases.
 
-Place: ``promoter`` registers candidates and sets the alias after the log has the promotion. The log is the truth; whatever
-is missing here is repaired from it (``reconcile``). Registering is idempotent by the tag ``spanloop.version``.
+Place: ``promoter`` registers candidates and sets the aliases after the log has what they say. The log is the truth; whatever
+is missing here is repaired from it. Registering is idempotent by the tag ``spanloop.version``.
 
-One MLflow run a session carries the metrics, one step a version. With a local store the version's source is its artifact
-folder; with a server it is a copy in the run's artifacts. Costs about 15 ms of CPU a version with sqlite.
+One MLflow run a session carries the metrics, one step a version, their curves as a drawing, and each version's samples as a
+dataset: topic, offsets, and the digest of which orchestrations it was taught by. With a local store the version's source is its
+artifact folder; with a server it is a copy in the run's artifacts. Costs about 20 ms of CPU a version with sqlite.
 """
 
 from __future__ import annotations
@@ -18,17 +19,26 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from spanloop.learner.artifact import Origin
+from spanloop.learner.curves import curves
+from spanloop.schemas import topics
+from spanloop.schemas.canonical import canonical_json
 from spanloop.schemas.errors import SpanloopError, TransientError
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-__all__ = ["MemoryRegistry", "MlflowRegistry", "Registry", "tracking_uri"]
+__all__ = ["ALIASES", "CHAMPION", "MemoryRegistry", "MlflowRegistry", "Registry", "tracking_uri"]
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 VERSION_TAG = "spanloop.version"
-CHAMPION = "champion"
+CHAMPION, CHALLENGER, CANDIDATE = "champion", "challenger", "candidate"
+ALIASES = (CHAMPION, CHALLENGER, CANDIDATE)
+"""What serves; what is in its canary, or waits for one after its gate; the learner's newest."""
+DIGEST_MAX = 36
+"""Characters of a dataset's digest that MLflow takes."""
+NOWHERE = Origin()
 _CREDENTIALS = re.compile(r"://[^/@\s]*@")
 
 
@@ -36,17 +46,23 @@ class Registry(Protocol):
     """Store of versions. Methods raise TransientError when the store cannot be reached."""
 
     def register(
-        self, version: int, path: Path, *, tags: Mapping[str, str], metrics: Mapping[str, float]
+        self,
+        version: int,
+        path: Path,
+        *,
+        tags: Mapping[str, str],
+        metrics: Mapping[str, float],
+        origin: Origin = NOWHERE,
     ) -> str:
         """Make a version known, once; returns the store's own version number as text."""
         ...
 
-    def set_champion(self, version: int, *, epoch: int) -> None:
-        """Point the alias ``champion`` at a registered version."""
+    def point(self, alias: str, version: int, *, epoch: int) -> None:
+        """Point an alias at a registered version, or (-1) at none. The champion's version is tagged with its epoch."""
         ...
 
-    def champion(self) -> int:
-        """Version that the alias points at, -1 when it is not set."""
+    def pointed(self, alias: str) -> int:
+        """Version that an alias points at, -1 when it is not set."""
         ...
 
 
@@ -55,20 +71,27 @@ class MemoryRegistry:
 
     def __init__(self) -> None:
         self.versions: dict[int, dict[str, Any]] = {}
-        self.alias = -1
+        self.aliases: dict[str, int] = {}
 
     def register(
-        self, version: int, path: Path, *, tags: Mapping[str, str], metrics: Mapping[str, float]
+        self,
+        version: int,
+        path: Path,
+        *,
+        tags: Mapping[str, str],
+        metrics: Mapping[str, float],
+        origin: Origin = NOWHERE,
     ) -> str:
         self.versions.setdefault(version, {"path": path, "tags": dict(tags), "metrics": dict(metrics)})
         return str(list(self.versions).index(version) + 1)
 
-    def set_champion(self, version: int, *, epoch: int) -> None:
-        self.versions[version]["tags"]["spanloop.epoch"] = str(epoch)
-        self.alias = version
+    def point(self, alias: str, version: int, *, epoch: int) -> None:
+        if alias == CHAMPION:
+            self.versions[version]["tags"]["spanloop.epoch"] = str(epoch)
+        self.aliases[alias] = version
 
-    def champion(self) -> int:
-        return self.alias
+    def pointed(self, alias: str) -> int:
+        return self.aliases.get(alias, -1)
 
 
 def tracking_uri(setting: str, workspace: Path) -> str:
@@ -95,10 +118,17 @@ class MlflowRegistry:
         self._workspace = workspace
         self._remote = uri.startswith(("http://", "https://"))
         self._opened: tuple[MlflowClient, str] | None = None
+        self._history: dict[str, list[tuple[int, float]]] = {}
         self._lock = threading.Lock()
 
     def register(
-        self, version: int, path: Path, *, tags: Mapping[str, str], metrics: Mapping[str, float]
+        self,
+        version: int,
+        path: Path,
+        *,
+        tags: Mapping[str, str],
+        metrics: Mapping[str, float],
+        origin: Origin = NOWHERE,
     ) -> str:
         """Make a version known, once. See ``Registry``."""
 
@@ -116,42 +146,49 @@ class MlflowRegistry:
                 source=source,
                 run_id=run,
                 tags={**tags, VERSION_TAG: str(version)},
+                description=_described(version, origin),
                 await_creation_for=0,
             )
             self._log(client, run, version, metrics)
+            if origin.samples:
+                client.log_inputs(run, [_dataset(version, origin)])
             return str(created.version)
 
         return self._guard("register a version", call)
 
-    def set_champion(self, version: int, *, epoch: int) -> None:
-        """Point the alias at a version. See ``Registry``."""
+    def point(self, alias: str, version: int, *, epoch: int) -> None:
+        """Point an alias at a version or at none. See ``Registry``."""
 
         def call() -> None:
             client, _ = self._open()
+            if version < 0:
+                client.delete_registered_model_alias(self._model, alias)
+                return
             found = self._find(client, version)
             if found is None:
                 raise TransientError(f"MLflow at {self._shown} does not know version {version} yet")
-            client.set_model_version_tag(self._model, str(found.version), "spanloop.epoch", str(epoch))
-            client.set_registered_model_alias(self._model, CHAMPION, str(found.version))
+            if alias == CHAMPION:
+                client.set_model_version_tag(self._model, str(found.version), "spanloop.epoch", str(epoch))
+            client.set_registered_model_alias(self._model, alias, str(found.version))
 
-        self._guard("set the champion's alias", call)
+        self._guard(f"set the alias {alias}", call)
 
-    def champion(self) -> int:
-        """Version of the alias. Read by name: lists of aliases come back empty (MLflow #16734)."""
+    def pointed(self, alias: str) -> int:
+        """Version of an alias. Read by name: lists of aliases come back empty (MLflow #16734)."""
 
         def call() -> int:
             from mlflow.exceptions import MlflowException
 
             client, _ = self._open()
             try:
-                found = client.get_model_version_by_alias(self._model, CHAMPION)
+                found = client.get_model_version_by_alias(self._model, alias)
             except MlflowException as exc:
                 if exc.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                     return -1
                 raise
             return int(found.tags.get(VERSION_TAG, -1))
 
-        return self._guard("read the champion's alias", call)
+        return self._guard(f"read the alias {alias}", call)
 
     # ------------------------------------------------------------ inside
 
@@ -198,14 +235,17 @@ class MlflowRegistry:
         )
         return found[0] if found else None
 
-    @staticmethod
-    def _log(client: MlflowClient, run: str, version: int, metrics: Mapping[str, float]) -> None:
+    def _log(self, client: MlflowClient, run: str, version: int, metrics: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
         rows = [Metric(name, float(value), now_ms, version) for name, value in sorted(metrics.items())]
-        if rows:
-            client.log_batch(run, metrics=rows)
+        if not rows:
+            return
+        client.log_batch(run, metrics=rows)
+        for name, value in metrics.items():
+            self._history.setdefault(name, []).append((version, float(value)))
+        client.log_text(run, curves(self._history, self._model), "plots/learning.svg")
 
     def _guard(self, doing: str, call: Callable[[], T]) -> T:
         try:
@@ -222,6 +262,36 @@ class MlflowRegistry:
                 f"cannot {doing}: MLflow at {self._shown} answers {type(exc).__name__}: {first[:200]}; training waits and tries again. Check learner.tracking_uri or "
                 "MLFLOW_TRACKING_URI"
             ) from exc
+
+
+def _described(version: int, origin: Origin) -> str:
+    """Lineage in a sentence."""
+    if origin.injected:
+        return f"version {version}, put there by hand: {origin.injected[:200]}"
+    if origin.parent < 0:
+        return f"version {version}, the first"
+    return (
+        f"version {version}, parent {origin.parent} (sha256 {origin.parent_sha256[:12]}), batch {origin.batch}: "
+        f"{origin.samples} orchestrations, samples ({origin.from_offset}, {origin.to_offset}]"
+    )
+
+
+def _dataset(version: int, origin: Origin) -> Any:
+    """What a version's batch was trained on, as MLflow's dataset input."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    source = {"topic": topics.SAMPLES, "from_offset": origin.from_offset, "to_offset": origin.to_offset}
+    profile = {"orchestrations": origin.samples, "samples_sha256": origin.samples_sha256}
+    dataset = Dataset(
+        name=f"{topics.SAMPLES}({origin.from_offset},{origin.to_offset}]",
+        digest=origin.samples_sha256[:DIGEST_MAX],
+        source_type="spanloop_log",
+        source=canonical_json(source).decode(),
+        profile=canonical_json(profile).decode(),
+    )
+    return DatasetInput(
+        dataset, [InputTag("mlflow.data.context", "training"), InputTag(VERSION_TAG, str(version))]
+    )
 
 
 def _quiet() -> None:
