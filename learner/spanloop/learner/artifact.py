@@ -40,6 +40,7 @@ __all__ = [
     "origin_of",
     "read_files",
     "read_head",
+    "read_weights",
     "shapes_of",
     "signed_by",
     "signer_of",
@@ -101,7 +102,10 @@ _M = TypeVar("_M", bound=_Manifest)
 
 
 class _Signed(msgspec.Struct, frozen=True):
+    sha256: str = ""
+    size: int = 0
     files: dict[str, FileEntry] = {}
+    config: dict[str, Any] = {}
     signer: str = ""
     about: dict[str, Any] = {}
 
@@ -216,6 +220,25 @@ def read_files(folder: Path, files: Mapping[str, FileEntry], names: Collection[s
                 f"{folder / name} is corrupt: its sha256 is {digest[:12]}, the manifest says {entry.sha256[:12]}; restore it"
             )
     return found
+
+
+def read_weights(
+    folder: Path, trust: Trust | None = None
+) -> tuple[dict[str, Tensor], dict[str, Any], Origin]:
+    """Tensors, configuration and origin of a version of any kind, verified as it is for loading. Raises SchemaError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    manifest = read_head(folder, _Signed, trust)
+    files = manifest.files or {"model.safetensors": FileEntry(manifest.sha256, manifest.size)}
+    found: dict[str, Tensor] = {}
+    for name, data in read_files(folder, files, files).items():
+        if name.endswith(".safetensors"):
+            try:
+                found.update(load(data))
+            except SafetensorError as exc:
+                raise SchemaError(f"{folder / name} is not a safetensors file: {exc}") from exc
+    return found, manifest.config, origin_of(manifest.about)
 
 
 def _read(folder: Path, name: str, size_max: int) -> bytes:

@@ -1,6 +1,6 @@
 """Verbs ``policies`` and ``provenance``: what is registered, served and taught, and requests to the running learner.
 
-Requests (inject, rollback, freeze, unfreeze) are events on the policies topic: durable, taken once, in order, also by a
+Requests (inject, promote, rollback, freeze, unfreeze) are events on the policies topic: durable, taken once, in order, also by a
 learner that is started later. ``--wait`` says how long to look for the answer. What is on the log without an answer is not
 queued twice.
 """
@@ -124,11 +124,13 @@ def _number(text: str) -> int:
 @_JSON
 @click.pass_context
 def policies(context: click.Context, config_file: Path | None, workspace: Path | None, as_json: bool) -> None:
-    """List versions, promotions and routing; roll back.
+    """List versions, promotions and routing; compare, promote, roll back, freeze.
 
     \b
     spanloop policies                          all versions and what serves
     spanloop policies show 12                  one version with its gates and canaries
+    spanloop policies diff 11 12               weights, samples, evaluations and settings that differ
+    spanloop policies promote 12 --reason "..." serves at once; what the gate said is kept with the reason
     spanloop policies rollback --reason "..."  the champion before this one serves again
     spanloop policies show 12 --workspace my-loop   options may stand before or after the verb
     """
@@ -272,6 +274,65 @@ def show(context: click.Context, version: str) -> None:
             if k not in ("type", "tenant", "policy", "metrics", "path", "sha256")
         }
         click.echo(f"{event['type']:<22} " + " ".join(f"{k}={v}" for k, v in shown.items()))
+
+
+@policies.command()
+@click.argument("a")
+@click.argument("b")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=0),
+    default=10,
+    show_default=True,
+    help="Orchestrations and tensors printed; --json has all.",
+)
+@_also_after_the_verb
+@click.pass_context
+def diff(context: click.Context, a: str, b: str, limit: int) -> None:
+    """What makes version B another than version A: weights, samples that taught it, evaluations, settings.
+
+    \b
+    spanloop policies diff 11 12
+    spanloop policies diff policy@v3 policy@v12 --json
+    """
+    from spanloop.learner.differences import differences, lines
+
+    place: _Place = context.obj
+    settings = place.settings
+    with _open(settings) as log:
+        found = differences(log, settings, _number(a), _number(b))
+    if place.as_json:
+        _print_json(found)
+        return
+    for line in lines(found, settings.gateway.policy, limit):
+        click.echo(line)
+
+
+@policies.command()
+@click.argument("version")
+@click.option(
+    "--without-evidence", is_flag=True, help="Although no gate speaks for it against the present champion."
+)
+@click.option("--reason", required=True, help="Why; kept with the event, beside what the gate said.")
+@_WAIT
+@_also_after_the_verb
+@click.pass_context
+def promote(context: click.Context, version: str, without_evidence: bool, reason: str, wait: float) -> None:
+    """Let VERSION serve as champion now, without a canary.
+
+    \b
+    spanloop policies promote 12 --reason "reviewed by hand, incident 7"
+    """
+    place: _Place = context.obj
+    number = _number(version)
+    with _open(place.settings) as log:
+        speaks, told = _state(log, place.settings).evidence(number)
+    click.echo(f"{policy_name(place.settings.gateway.policy, number)}: {told}", err=True)
+    if not speaks and not without_evidence:
+        raise SchemaError(
+            f"nothing speaks for version {number} against the present champion: {told}. --without-evidence promotes it nevertheless"
+        )
+    _ask(place, "promote", str(number), reason, wait)
 
 
 @policies.command()

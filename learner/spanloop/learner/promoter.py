@@ -398,10 +398,12 @@ class Promoter:
             return self._inject(command, batch)
         if command.kind == "rollback":
             return self._command_rollback(command)
+        if command.kind == "promote":
+            return self._command_promote(command)
         if command.kind in ("freeze", "unfreeze"):
             return self.state.champion
         raise SchemaError(
-            f"unknown command {command.kind!r}; this build knows inject, rollback, freeze, unfreeze"
+            f"unknown command {command.kind!r}; this build knows inject, promote, rollback, freeze, unfreeze"
         )
 
     def _inject(self, command: PolicyCommand, batch: int) -> int:
@@ -422,12 +424,37 @@ class Promoter:
             command=command.command_id,
         )  # fmt: skip
 
+    def _command_promote(self, command: PolicyCommand) -> int:
+        state = self.state
+        version = _version_of(command.argument)
+        if version not in state.versions:
+            raise SchemaError(f"version {version} is not registered; `spanloop policies` lists what is")
+        if version == state.champion:
+            raise StaleError(f"version {version} is the champion already")
+        if version in state.retired:
+            raise StaleError(
+                f"version {version} was rejected or rolled back and is never promoted again; `spanloop policies rollback --to "
+                f"{version}` lets it serve nevertheless"
+            )
+        if state.frozen:
+            raise StaleError("promotion is frozen; `spanloop policies unfreeze` first")
+        if not self.deployment.ensure(version):
+            raise SchemaError(f"serving refuses version {version}")
+        event = PolicyPromoted(
+            **self._names,
+            epoch=state.epoch + 1,
+            version=version,
+            previous=state.champion,
+            reason=f"by hand: {command.reason or 'no reason given'}; {state.evidence(version)[1]}",
+            command=command.command_id,
+        )
+        if not self.append(event):
+            raise TransientError("another promoter was quicker; trying again")
+        return version
+
     def _command_rollback(self, command: PolicyCommand) -> int:
         state = self.state
-        try:
-            to = int(command.argument) if command.argument else state.previous_champion
-        except ValueError as exc:
-            raise SchemaError(f"{command.argument!r} is not a version number") from exc
+        to = _version_of(command.argument) if command.argument else state.previous_champion
         if to < 0:
             raise StaleError("there is no earlier champion to roll back to; name a version with --to")
         if to not in state.versions:
@@ -481,6 +508,13 @@ class Promoter:
             if self._aliases[alias] != version and (version >= 0 or alias != CHAMPION):
                 self._registry.point(alias, version, epoch=self.state.epoch)
                 self._aliases[alias] = version
+
+
+def _version_of(argument: str) -> int:
+    try:
+        return int(argument)
+    except ValueError as exc:
+        raise SchemaError(f"{argument!r} is not a version number") from exc
 
 
 def _micro(value: float) -> int:

@@ -16,6 +16,7 @@ import msgspec
 
 from spanloop.learner.canary import Verdict
 from spanloop.learner.gate import ORCHESTRATIONS_MIN
+from spanloop.schemas.canonical import MICRO
 from spanloop.schemas.events import (
     BatchCommitted,
     CanaryFinished,
@@ -93,6 +94,21 @@ class PromotionState(msgspec.Struct, frozen=True):
         return max(
             (v for v, c in self.versions.items() if not c.injected and v not in self.retired), default=-1
         )
+
+    def evidence(self, version: int) -> tuple[bool, str]:
+        """Whether a version's last gate speaks for it against the present champion, and what the gate said."""
+        gate = self.gates.get(version)
+        if gate is None:
+            return False, "no gate has evaluated it"
+        told = (
+            f"gate against v{gate.against} {'passed' if gate.passed else 'failed'}: {gate.estimate / MICRO:+.4f}, lower bound "
+            f"{gate.lower / MICRO:+.4f}, {gate.n} orchestrations, effective {gate.ess:.0f}"
+        )
+        if gate.reason:
+            told += f" ({gate.reason})"
+        if gate.against != self.champion:
+            told += f"; the champion is v{self.champion} now"
+        return gate.passed and gate.against == self.champion, told
 
     @property
     def challenger(self) -> int:
@@ -179,7 +195,7 @@ def apply(state: PromotionState, event: Event, appended_ns: int = 0) -> Promotio
         case PolicyPromoted():
             if event.epoch <= state.epoch:
                 return state
-            return change(
+            promoted = change(
                 state,
                 epoch=event.epoch,
                 champion=event.version,
@@ -187,6 +203,7 @@ def apply(state: PromotionState, event: Event, appended_ns: int = 0) -> Promotio
                 verdict=None,
                 ready=-1,
             )
+            return _commanded(promoted, event.command, event.version)
         case PolicyRolledBack():
             return _rolled_back(state, event)
         case RoutingChanged():

@@ -462,6 +462,8 @@ class PolicyPromoted(PolicyEvent, frozen=True, omit_defaults=True, tag="policy_p
     version: int
     previous: int
     reason: str
+    command: str = ""
+    """PolicyCommand that asked for it."""
 
     @property
     def event_id(self) -> str:
@@ -508,9 +510,9 @@ class PolicyCommand(PolicyEvent, frozen=True, omit_defaults=True, tag="policy_co
 
     command_id: str
     kind: str
-    """inject, rollback, freeze or unfreeze."""
+    """inject, promote, rollback, freeze or unfreeze."""
     argument: str = ""
-    """inject: folder of an artifact; rollback: version number, empty: the previous champion."""
+    """inject: folder of an artifact; promote: version number; rollback: the same, empty: the previous champion."""
     reason: str = ""
 
     @property
