@@ -64,6 +64,8 @@ __all__ = ["Promoter"]
 _LOG = logging.getLogger(__name__)
 
 NETS_MAX = 16
+RECHECK_S = 10.0
+"""Where MLflow's aliases point is asked again after this long."""
 _BOUND = 10**9
 
 
@@ -89,6 +91,7 @@ class Promoter:
         self._names: dict[str, Any] = {"tenant": settings.tenant, "policy": settings.gateway.policy}
         self._read_to = -1
         self._nets: OrderedDict[int, Policy] = OrderedDict()
+        self._asked_s = 0.0
         self._aliases: dict[str, int] = {}
         """Where MLflow's point, as far as it was asked or told."""
         self.deployment = Deployment(
@@ -498,7 +501,12 @@ class Promoter:
             self.deployment.drain(named, self._clock.now_ns() / 1e9)
 
     def mirror(self) -> None:
-        """Point MLflow's aliases at what the log says, the champion's first. Raises TransientError."""
+        """Point MLflow's aliases at what the log says, the champion's first. Raises TransientError.
+
+        They are read again now and then: a promoter that lost a race may have moved one late, and so may a person."""
+        now_s = self._clock.now_ns() / 1e9
+        if now_s - self._asked_s >= RECHECK_S:
+            self._aliases, self._asked_s = {}, now_s
         wanted = dict(
             zip(ALIASES, (self.state.champion, self.state.challenger, self.state.newest), strict=True)
         )
