@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-__all__ = ["HEX", "LABEL_MAX", "has_secret", "looks_like_label"]
+__all__ = ["HEX", "HEX_BYTES", "LABEL_MAX", "has_secret", "looks_like_label"]
 
 LABEL_MAX = 256
 """Characters of the longest label; longer texts are not remembered either."""
@@ -23,6 +23,8 @@ _SECRET = re.compile(
 )
 HEX = re.compile(r"(?=[0-9]*[a-f])[0-9a-f]{1,64}\Z")
 """An id in hex with a letter in it: nothing of _SECRET or _CARD can stand there."""
+HEX_BYTES = re.compile(HEX.pattern.encode())
+"""The same in bytes."""
 _CARD = re.compile(r"(?<![\w.-])\d(?:[ -]?\d){12,18}(?![\w-])")
 
 

@@ -18,6 +18,7 @@ from spanloop.schemas.spans import Span, SpanEvent, SpanLink
 
 __all__ = [
     "EXEMPT",
+    "KEY_MAX",
     "MAX_SPAN_BYTES",
     "TRUNCATED",
     "BodyTooLargeError",
@@ -26,6 +27,7 @@ __all__ = [
     "expand",
     "fewer_attributes",
     "has_long_keys",
+    "longest",
     "rough_size",
 ]
 
@@ -45,7 +47,8 @@ EXEMPT = frozenset(
 MAX_SPAN_BYTES = 512 * 1024
 """A span whose cut values still sum to more loses the largest of them, so that a record fits any broker."""
 _SMALL = 1024
-_KEY_MAX = 1024
+KEY_MAX = 1024
+"""Characters of a key that are kept."""
 _CHUNK = 1 << 20
 _WBITS = {"gzip": 31, "deflate": 15}
 
@@ -103,14 +106,15 @@ def cut_text(text: str, max_bytes: int) -> str:
 
 def has_long_keys(span: Span) -> bool:
     """Whether a key of any attribute is longer than is kept."""
-    if _longest(span.attributes) > _KEY_MAX or _longest(span.resource) > _KEY_MAX:
+    if longest(span.attributes) > KEY_MAX or longest(span.resource) > KEY_MAX:
         return True
     if not span.events and not span.links:
         return False
-    return any(_longest(part.attributes) > _KEY_MAX for part in (*span.events, *span.links))
+    return any(longest(part.attributes) > KEY_MAX for part in (*span.events, *span.links))
 
 
-def _longest(attributes: dict[str, Any]) -> int:
+def longest(attributes: dict[str, Any]) -> int:
+    """Characters of the longest key."""
     return max(map(len, attributes)) if attributes else 0
 
 
@@ -232,11 +236,11 @@ def _cut_attributes(attributes: dict[str, Any], max_bytes: int, cut: set[str]) -
         if short is not value and short != value:
             changed[key] = short
             cut.add(cut_text(key, 256))
-        long_keys = long_keys or len(key) > _KEY_MAX
+        long_keys = long_keys or len(key) > KEY_MAX
     if long_keys:
         cut.add("keys")
         merged = {**attributes, **changed}
-        return {cut_text(key, _KEY_MAX): value for key, value in merged.items()}
+        return {cut_text(key, KEY_MAX): value for key, value in merged.items()}
     return {**attributes, **changed} if changed else attributes
 
 

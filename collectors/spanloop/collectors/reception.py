@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from spanloop.collectors.auth import Identity
-from spanloop.collectors.batches import Intake, Prepared
+from spanloop.collectors.batches import Intake, Prepared, label_spans
 from spanloop.collectors.bodies import PROTOBUF, ArrivingBodies, Encodings
 from spanloop.collectors.commit import GroupCommitter
 from spanloop.collectors.evaluations import scores_of
@@ -127,38 +127,39 @@ class Reception:
         self.metrics.add("spanloop_received_bytes_total", len(body))
         if coding.codings or len(body) > _INLINE_BYTES:
             loop = asyncio.get_running_loop()
-            batch, prepared = await loop.run_in_executor(
+            prepared = await loop.run_in_executor(
                 self._decoder, self._decode, signal, body, coding, identity, labels
             )
         else:
-            batch, prepared = self._decode(signal, body, coding, identity, labels)
+            prepared = self._decode(signal, body, coding, identity, labels)
         appended = await self.committer.append(prepared.records)
-        self._count(batch, prepared, sum(a.duplicate for a in appended), identity)
-        rejected = len(batch.rejected)
+        self._count(prepared, sum(a.duplicate for a in appended), identity)
+        rejected = len(prepared.rejected)
         if not rejected:
             return Answer()
-        reasons = list(dict.fromkeys(r.reason for r in batch.rejected))
+        reasons = list(dict.fromkeys(r.reason for r in prepared.rejected))
         more = f"; and {len(reasons) - 5} more reasons" if len(reasons) > 5 else ""
         message = f"{rejected} {signal.items} were refused: " + "; ".join(r[:300] for r in reasons[:5]) + more
         return Answer(rejected, message)
 
     def _decode(
         self, signal: Signal, body: bytes, coding: Encodings, identity: Identity, labels: Mapping[str, str]
-    ) -> tuple[DecodedBatch, Prepared]:
+    ) -> Prepared:
         for name in coding.codings:
             body = expand(body, name, self.limits.max_expanded_bytes)
+        if signal is SIGNALS["traces"] and coding.content_type == PROTOBUF:
+            return self._intake.take_protobuf(
+                body,
+                tenant=identity.tenant,
+                source="otlp",
+                max_nesting=self.limits.max_nesting,
+                labels=labels,
+                check=lambda count: self._check_count(count, signal),
+            )
         decode = signal.protobuf if coding.content_type == PROTOBUF else signal.json
         batch = decode(body, self.limits.max_nesting)
-        count = len(batch.spans) + len(batch.rejected) + batch.ignored
-        if count > self.limits.max_spans_per_request:
-            raise BodyTooLargeError(
-                f"{count} {signal.items} in one request, at most {self.limits.max_spans_per_request} "
-                "(collector.max_spans_per_request): send smaller batches"
-            )
-        if labels:
-            for span in batch.spans:  # spans of one resource share its map
-                for key, value in labels.items():
-                    span.resource.setdefault(key, value)
+        self._check_count(len(batch.spans) + len(batch.rejected) + batch.ignored, signal)
+        label_spans(batch, labels)
         scores: list[NewRecord] = []
         if signal is SIGNALS["logs"]:
             found = scores_of(batch.spans, identity, self._clock.now_ns(), self.redactor)
@@ -166,16 +167,23 @@ class Reception:
             scores = [new_record(event) for event in found.events]
         prepared = self._intake.prepare(batch, tenant=identity.tenant, source="otlp")
         prepared.records += scores
-        return batch, prepared
+        return prepared
 
-    def _count(self, batch: DecodedBatch, prepared: Prepared, duplicates: int, identity: Identity) -> None:
+    def _check_count(self, count: int, signal: Signal) -> None:
+        if count > self.limits.max_spans_per_request:
+            raise BodyTooLargeError(
+                f"{count} {signal.items} in one request, at most {self.limits.max_spans_per_request} "
+                "(collector.max_spans_per_request): send smaller batches"
+            )
+
+    def _count(self, prepared: Prepared, duplicates: int, identity: Identity) -> None:
         self.metrics.add("spanloop_spans_accepted_total", prepared.num_spans)
         self.metrics.add("spanloop_events_duplicate_total", duplicates)
-        if batch.ignored:
-            self.metrics.add("spanloop_log_records_ignored_total", batch.ignored)
+        if prepared.ignored:
+            self.metrics.add("spanloop_log_records_ignored_total", prepared.ignored)
         if scores := sum(record.topic == topics.FEEDBACK for record in prepared.records):
             self.metrics.add("spanloop_feedback_accepted_total", scores)
-        for rejected in batch.rejected:
+        for rejected in prepared.rejected:
             self.metrics.add("spanloop_spans_rejected_total", kind=rejected.kind)
         for trace_id in prepared.trace_ids:
             self._seen[identity.tenant, trace_id] = None

@@ -171,6 +171,36 @@ class Redactor:
         """A free text (a comment): itself where content is kept, else its stand-in."""
         return text if self._keep_content or not text else self._redact(text)
 
+    def attributes(self, attributes: dict[str, Any]) -> dict[str, Any]:
+        """Attributes of a span, none of them reserved, as they may be written."""
+        return attributes if self._keep_content else self._attributes(attributes)
+
+    def resource(self, attributes: dict[str, Any]) -> dict[str, Any]:
+        """Attributes of a resource."""
+        return attributes if self._keep_content else self._of_resource(attributes)
+
+    def name(self, text: str) -> str:
+        """The name of a span or scope."""
+        return text if self._keep_content else self._name(text)
+
+    def message(self, text: str) -> str:
+        """What a span's status says."""
+        return text if self._keep_content or not text else self.text_stand_in(text)
+
+    def written_key(self, key: str) -> str:
+        """The key of a span's attribute as it may be written."""
+        if self._keep_content or self._is_allowed(key) or classify(key) is not DROP:
+            return key
+        return self._clean_key(key)
+
+    def keeps_ids(self, key: str) -> bool:
+        """Whether an id in hex under the key stays as it is."""
+        return self._keep_content or self._is_allowed(key) or classify(key) is KEEP
+
+    def is_alone(self, key: str) -> bool:
+        """Whether what becomes of an attribute of a span is told by it alone: it is not reserved, and its neighbours do not count."""
+        return key != "name" and not _is_reserved(key)
+
     def label(self, text: str) -> str:
         """A short name given by a client: itself when it looks like a label, else its stand-in as text."""
         return text if self._keep_content or looks_like_label(text) else self.text_stand_in(text)

@@ -27,7 +27,6 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from spanloop.collectors.batches import Intake
 from spanloop.collectors.redaction import Redactor
 from spanloop.pipeline.log.kafka import KafkaLog
-from spanloop.pipeline.otlp.decode_protobuf import decode_protobuf
 from spanloop.pipeline.ports import NewRecord
 from spanloop.schemas import topics
 from spanloop.schemas.errors import ConfigError, SpanloopError
@@ -223,8 +222,10 @@ class KafkaSpanExporter(SpanExporter):
             return []
 
     def _encoded(self, spans: list[ReadableSpan]) -> list[NewRecord]:
-        batch = decode_protobuf(encode_spans(spans).SerializeToString(), self._settings.collector.max_nesting)
-        return self._intake.prepare(batch, tenant=self._tenant, source="sdk").records
+        request, most = encode_spans(spans).SerializeToString(), self._settings.collector.max_nesting
+        return self._intake.take_protobuf(
+            request, tenant=self._tenant, source="sdk", max_nesting=most
+        ).records
 
     def _send(self, records: list[NewRecord]) -> bool:
         """Send until Kafka has all; False: the exporter is shut down and Kafka does not answer."""

@@ -20,7 +20,7 @@ import msgspec
 
 from spanloop.pipeline.credit.anchors import DEFAULT, Choice, Estimates
 from spanloop.pipeline.credit.asking import Asking
-from spanloop.pipeline.credit.cast import Cast, cast_of
+from spanloop.pipeline.credit.cast import Cast, known_cast
 from spanloop.pipeline.credit.estimates import estimate
 from spanloop.pipeline.credit.ledger import Ledger, ledger_of
 from spanloop.pipeline.credit.live import LIVE_FROM, LiveLedger
@@ -143,7 +143,7 @@ def estimate_drafts(drafts: list[Draft], models: Mapping[str, Asking]) -> None:
     for asking in models.values():
         asking.make_room()
     for draft in credited:
-        draft.cast = cast_of(draft.content) if draft.live is None else draft.live.cast(draft.content)
+        draft.cast = known_cast(draft.content) if draft.live is None else draft.live.cast(draft.content)
         asking = models.get(draft.version)
         before = asking.misses if asking else 0
         encode = asking.encode if asking is not None else RAW

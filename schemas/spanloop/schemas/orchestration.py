@@ -186,7 +186,7 @@ class TokenUsage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     unknown_calls: int = 0
 
 
-class OrchestrationContent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+class OrchestrationContent(msgspec.Struct, frozen=True, omit_defaults=True, weakref=True):
     """What happened in one orchestration. Everything is sorted: events by (t_ns, rank, id), edges by value."""
 
     orchestration_id: str

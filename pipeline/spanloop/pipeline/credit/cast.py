@@ -8,6 +8,7 @@ Invariants: pure; sorted by (time, id); every agent, model call and leaf tool ca
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
@@ -17,7 +18,7 @@ import msgspec
 
 from spanloop.schemas.orchestration import Agent, ModelCall, OrchestrationContent, OrchestrationEvent
 
-__all__ = ["UNATTRIBUTED", "Cast", "cast_of", "renewed", "role_of"]
+__all__ = ["UNATTRIBUTED", "Cast", "cast_of", "known_cast", "renewed", "role_of"]
 
 UNATTRIBUTED = "unattributed"
 
@@ -41,6 +42,8 @@ class Cast(msgspec.Struct, frozen=True):
     """The orchestrator's turns."""
     gap_of: Mapping[str, int]
     """Index on the line of the turn after which an agent or an orchestrator's tool call did its work."""
+    made: dict[str, object] = {}
+    """What was made of the cast already, by who made it; a cache."""
 
 
 def role_of(agent: Agent) -> str:
@@ -78,6 +81,20 @@ def cast_of(content: OrchestrationContent) -> Cast:
         line,
         _gaps(content, line, others=others, tools=tools, loose=own_loose),
     )
+
+
+_known: dict[int, tuple[weakref.ref[OrchestrationContent], Cast]] = {}
+
+
+def known_cast(content: OrchestrationContent) -> Cast:
+    """``cast_of``, made once for a content that several stages are given; not to be renewed."""
+    key = id(content)
+    known = _known.get(key)
+    if known is not None and known[0]() is content:
+        return known[1]
+    cast = cast_of(content)
+    _known[key] = (weakref.ref(content, lambda _: _known.pop(key, None)), cast)
+    return cast
 
 
 def renewed(cast: Cast, old: OrchestrationContent, new: OrchestrationContent) -> frozenset[str] | None:
@@ -159,6 +176,7 @@ def _renew(
     results: list[OrchestrationEvent],
 ) -> None:
     """Put the turns of some agents and the tool calls of theirs, ``own``, in the place of those that they had."""
+    cast.made.clear()
     of_agent = typed("dict[str, tuple[ModelCall, ...]]", cast.turns)
     tools, loose = (
         typed("dict[str, tuple[OrchestrationEvent, ...]]", part) for part in (cast.tools, cast.loose_tools)

@@ -84,11 +84,8 @@ class Work(msgspec.Struct, frozen=True, eq=False):
     calls: frozenset[str]
     role: str
     parent: str
-
-    @property
-    def shape(self) -> tuple[object, ...]:
-        """All that its values depend on: kinds in their order, and role."""
-        return self.role, *[tuple([kind for _, kind in level]) for level in self.levels]
+    shape: tuple[object, ...]
+    """All that its values depend on: kinds in their order, and role."""
 
 
 class Found(msgspec.Struct, frozen=True, eq=False):
@@ -99,6 +96,8 @@ class Found(msgspec.Struct, frozen=True, eq=False):
     """Of those that add something; None: not by coalitions."""
     inside: tuple[tuple[Anchored, ...], ...]
     """Of each step of each work, as listed."""
+    total: int = 0
+    """What the gap brought."""
 
 
 class CoalitionValues:

@@ -9,7 +9,6 @@ of (state before it, what was done in it), so that it can be kept (``Kept``).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
@@ -76,6 +75,8 @@ class Gap(msgspec.Struct, frozen=True, eq=False):
     tools: dict[str, Anchored]
     inside: dict[str, dict[str, Anchored]]
     """What each step of an agent added, by agent."""
+    found: Found | None
+    """The same whoever did it; None: not known to hold for others."""
 
 
 class _Row:
@@ -175,7 +176,8 @@ class Steps:
             self._tools[event_id] = known[1]
             return
         kind = f"tool/{role}/{tool}/{status}"
-        work = Work(event_id, (((event_id, kind),),), {kind: 1}, frozenset(), f"tool/{role}/{tool}", "")
+        shown = f"tool/{role}/{tool}"
+        work = Work(event_id, (((event_id, kind),),), {kind: 1}, frozenset(), shown, "", (shown, (kind,)))
         self._tools[event_id] = work
         if self._kept is not None:
             self._kept[event_id] = ((role, tool, status), work)
@@ -204,7 +206,9 @@ class Steps:
 
 
 def _turn_kind(role: str, call: ModelCall) -> str:
-    return f"turn/{role}/{call.status}/" + "+".join(t.name for t in call.tool_calls)
+    asked = call.tool_calls
+    names = "+".join([t.name for t in asked]) if asked else ""
+    return f"turn/{role}/{call.status}/{names}"
 
 
 def _work_of(
@@ -216,25 +220,64 @@ def _work_of(
 ) -> Work:
     role = role_of(agent)
     levels: list[Level] = []
-
-    def level(events: Sequence[OrchestrationEvent]) -> None:
-        if events:
-            levels.append(tuple((e.id, f"tool/{role}/{e.tool}/{status.get(e.id, '')}") for e in events))
-
     for call, events in zip(calls, tools, strict=True):
         levels.append(((call.id, _turn_kind(role, call)),))
-        level(events)
-    level(loose)
+        if events:
+            levels.append(_tool_level(role, events, status))
+    if loose:
+        levels.append(_tool_level(role, loose, status))
     levels.append(((f"return:{agent.id}", f"return/{role}/{agent.status}"),))
-    amounts: Amounts = Counter(kind for steps in levels for _, kind in steps)
+    kinds = [tuple([kind for _, kind in level]) for level in levels]
+    amounts: Amounts = {}
+    for level in kinds:
+        for kind in level:
+            amounts[kind] = amounts.get(kind, 0) + 1
     return Work(
         agent.id,
         tuple(levels),
-        dict(amounts),
-        frozenset(call.id for call in calls),
+        amounts,
+        frozenset([call.id for call in calls]),
         role,
         agent.parent_id,
+        (role, *kinds),
     )
+
+
+def _tool_level(role: str, events: Sequence[OrchestrationEvent], status: Mapping[str, str]) -> Level:
+    return tuple([(e.id, f"tool/{role}/{e.tool}/{status.get(e.id, '')}") for e in events])
+
+
+class _Plan(msgspec.Struct, frozen=True, eq=False):
+    """What was done, turn by turn."""
+
+    turns: tuple[str, ...]
+    """Kinds of the orchestrator's turns."""
+    rows: tuple[tuple[Work, ...], ...]
+    """What was done after each; one row where there are no turns."""
+    shape: tuple[object, ...] | None
+    """All that the states and their values depend on, where it is small enough to be compared."""
+
+
+PLAN_MAX = 256
+"""Turns and works of an orchestration up to which it is compared with others as a whole."""
+
+
+def _plan_of(cast: Cast) -> _Plan:
+    known = cast.made.get("plan")
+    if known is None:
+        known = cast.made["plan"] = _new_plan(cast)
+    assert isinstance(known, _Plan)  # noqa: S101
+    return known
+
+
+def _new_plan(cast: Cast) -> _Plan:
+    steps = Steps(cast)
+    turns = tuple([steps.turn_kind(call) for call in cast.line])
+    rows = tuple([tuple(map(steps.work, units)) for units in workers_of(cast, cast.line)])
+    shape: tuple[object, ...] | None = None
+    if len(turns) + sum(map(len, rows)) <= PLAN_MAX:
+        shape = (turns, tuple([tuple(_placed(works)) for works in rows]))
+    return _Plan(turns, rows, shape)
 
 
 # ---------------------------------------------------------------- one gap
@@ -378,7 +421,77 @@ def estimate_steps(
             and returned.
         touched: The sub-agents whose work may have changed since, where nothing else has; None: anything may have.
     """
-    kept = kept if kept is not None else Kept()
+    if kept is None:
+        return _estimate_afresh(cast, reward, values, choice)
+    return _estimate_kept(cast, reward, values, choice, kept=kept, touched=touched)
+
+
+class _Whole(msgspec.Struct, frozen=True, eq=False):
+    """What an orchestration of one shape is always found to give."""
+
+    baseline: int
+    starts: tuple[int, ...]
+    """V before each turn."""
+    turns: tuple[Anchored, ...]
+    gaps: tuple[Found | None, ...]
+
+
+def _estimate_afresh(cast: Cast, reward: int, values: StepValues, choice: Choice) -> Estimates:
+    """Of an orchestration of which nothing is kept; what others of its shape were found to give is recalled."""
+    plan = _plan_of(cast)
+    shape = None if choice.agents == "leave_one_out" else plan.shape
+    whole = values.recall(shape) if shape is not None else None
+    if whole is not None:
+        return _estimate_recalled(cast, plan, whole, reward, choice)
+    kept, misses = Kept(), values.misses
+    found = _estimate_kept(cast, reward, values, choice, kept=kept, touched=None)
+    gaps = [row.gap.found if row.gap is not None else None for row in kept.rows]
+    told = all(gap is not None or not row.works for gap, row in zip(gaps, kept.rows, strict=True))
+    if shape is not None and told and values.misses == misses:
+        turns = tuple([row.turn for row in kept.rows if row.turn is not None])
+        starts = tuple([row.start for row in kept.rows])
+        values.remember(shape, _Whole(found.baseline, starts, turns, tuple(gaps)))
+    return found
+
+
+def _estimate_recalled(cast: Cast, plan: _Plan, whole: _Whole, reward: int, choice: Choice) -> Estimates:
+    found = Estimates(level="message", baseline=whole.baseline)
+    turns = whole.turns
+    if choice.turns == "gae" and turns:
+        turns = tuple(_smoothed(whole.starts, reward, choice.smoothing))
+    amount = reward - whole.baseline
+    for call, turn in zip(cast.line, turns, strict=bool(cast.line)):
+        found.messages[call.id] = turn
+        amount -= turn.anchor or 0
+    for works, gap in zip(plan.rows, whole.gaps, strict=True):
+        if gap is not None and gap.shares is not None:
+            playing = [i for i, on in enumerate(gap.active) if on]
+            units = settled([work.unit for work in works], playing, gap.shares, gap.total)
+            inside = [
+                dict(zip([step for level in work.levels for step, _ in level], steps, strict=True))
+                if steps
+                else {}
+                for work, steps in zip(works, gap.inside, strict=True)
+            ]
+            messages, reports, tools = _by_step(works, units, inside)
+            found.agents.update(units)
+            found.tools.update(tools)
+            found.messages.update(messages)
+            found.reports.update(reports)
+            amount -= sum([item.anchor or 0 for item in units.values()])
+    settle_environment(found, amount)
+    return found
+
+
+def _estimate_kept(
+    cast: Cast,
+    reward: int,
+    values: StepValues,
+    choice: Choice,
+    *,
+    kept: Kept,
+    touched: AbstractSet[str] | None,
+) -> Estimates:
     if not kept.rows:
         touched = None
     steps = Steps(cast, kept, all_turns=touched is None)
@@ -533,9 +646,6 @@ def _gap(
         units, shares = split(game, works, total, choice, budget)
     usable = before is not None and before.sure and before.key == key
     known = {work: before.inside.get(work.unit) for work in before.works} if before and usable else {}
-    messages: dict[str, Anchored] = {}
-    reports: dict[str, Anchored] = {}
-    tools = {work.unit: units[work.unit] for work in works if work.role.startswith("tool/")}
     inside: dict[str, dict[str, Anchored]] = {}
     for place, (work, active) in enumerate(zip(works, active_, strict=True)):
         if sum(map(len, work.levels)) < 2:
@@ -547,18 +657,12 @@ def _gap(
         if found is None:
             found = _inside(values, base, counts, work, active=active)
         inside[work.unit] = found
-        for step, item in found.items():
-            if step in work.calls:
-                messages[step] = item
-            elif step.startswith("return:"):
-                reports[work.unit] = item
-            else:
-                tools[step] = item
+    steps_of = [inside.get(work.unit, {}) for work in works]
+    messages, reports, tools = _by_step(works, units, steps_of)
     if shape is not None and shares is not None and values.misses == misses:
-        steps_of = (inside.get(work.unit, {}) for work in works)
-        values.remember(
-            shape, Found(active_, tuple(shares), tuple(tuple(steps.values()) for steps in steps_of))
-        )
+        told = tuple([tuple(steps.values()) for steps in steps_of])
+        remembered = Found(active_, tuple(shares), told, total)
+        values.remember(shape, remembered)
     return Gap(
         key=key,
         works=works,
@@ -572,7 +676,29 @@ def _gap(
         reports=reports,
         tools=tools,
         inside=inside,
+        found=remembered,
     )
+
+
+_Items = dict[str, Anchored]
+
+
+def _by_step(
+    works: Sequence[Work], units: Mapping[str, Anchored], inside: Sequence[Mapping[str, Anchored]]
+) -> tuple[_Items, _Items, _Items]:
+    """Estimates of calls, of returns (by agent) and of tool calls."""
+    messages: _Items = {}
+    reports: _Items = {}
+    tools = {work.unit: units[work.unit] for work in works if work.role.startswith("tool/")}
+    for work, steps in zip(works, inside, strict=True):
+        for step, item in steps.items():
+            if step in work.calls:
+                messages[step] = item
+            elif step.startswith("return:"):
+                reports[work.unit] = item
+            else:
+                tools[step] = item
+    return messages, reports, tools
 
 
 def _shape(key: int, works: Sequence[Work], choice: Choice) -> tuple[object, ...] | None:
@@ -580,8 +706,13 @@ def _shape(key: int, works: Sequence[Work], choice: Choice) -> tuple[object, ...
     orders are seeded by ids."""
     if len(works) > EXACT_MAX or choice.agents == "leave_one_out":
         return None
+    return key, *_placed(works)
+
+
+def _placed(works: Sequence[Work]) -> list[tuple[int, tuple[object, ...]]]:
+    """What works depend on: who among them spawned each, and its shape."""
     place = {work.unit: i for i, work in enumerate(works)}
-    return key, *[(place.get(work.parent, -1), work.shape) for work in works]
+    return [(place.get(work.parent, -1), work.shape) for work in works]
 
 
 def _smoothed(starts: Sequence[int], reward: int, smoothing: float) -> list[Anchored]:
@@ -593,16 +724,32 @@ def _smoothed(starts: Sequence[int], reward: int, smoothing: float) -> list[Anch
 
 def states_of(cast: Cast) -> list[State]:
     """The states that an orchestration was in: before its first step, after each turn and after what followed it."""
-    steps = Steps(cast)
+    plan = _plan_of(cast)
+    known = _states.get(plan.shape) if plan.shape is not None else None
+    if known is None:
+        known = _states_of(plan)
+        if plan.shape is not None:
+            if len(_states) >= STATES_MAX:
+                _states.clear()
+            _states[plan.shape] = known
+    return known
+
+
+STATES_MAX = 1_024
+"""Shapes whose states are remembered: orchestrations of a deployment do the same again and again."""
+_states: dict[tuple[object, ...], list[State]] = {}
+
+
+def _states_of(plan: _Plan) -> list[State]:
     room = _Room(Plain(lambda _: 0))
     seen = [written_out(room.bag, room.loose)]
-    for k, units in enumerate(workers_of(cast, cast.line)):
-        if cast.line:
-            room.add({steps.turn_kind(cast.line[k]): 1})
+    for k, works in enumerate(plan.rows):
+        if plan.turns:
+            room.add({plan.turns[k]: 1})
             seen.append(written_out(room.link(), ()))
-        if units:
-            for unit in units:
-                room.add(steps.work(unit).amounts)
+        if works:
+            for work in works:
+                room.add(work.amounts)
             seen.append(written_out(room.link(), ()))
     return seen
 

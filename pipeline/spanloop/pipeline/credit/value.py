@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from spanloop.pipeline.credit.cast import cast_of
+from spanloop.pipeline.credit.cast import known_cast
 from spanloop.pipeline.credit.estimates import Lesson, lessons
 from spanloop.pipeline.credit.states import Encoder
 from spanloop.pipeline.credit.value_model import ValueModel
@@ -232,7 +232,7 @@ class ValueStage:
         if closed and self._vault is not None:
             content = self._vault.open_content(content)
             tenant.sealed[oid] = closed.partition("/")[0]
-        learned = tuple(lessons(cast_of(content), self._encoder))
+        learned = tuple(lessons(known_cast(content), self._encoder))
         slot = tenant.slots.get(oid)
         if slot is not None:
             self._remember(name, tenant, slot, Example(oid, learned, tenant.memory[slot].reward))

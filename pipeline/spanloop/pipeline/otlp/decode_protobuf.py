@@ -28,9 +28,18 @@ from spanloop.pipeline.otlp.wire import WireError, fields
 from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.spans import Span, SpanEvent, SpanLink
 
-__all__ = ["decode_protobuf"]
+__all__ = [
+    "STATUS",
+    "decode_protobuf",
+    "parsed",
+    "read_pair",
+    "read_resource",
+    "read_scope",
+    "read_span",
+    "refusal",
+]
 
-_STATUS = {0: "unset", 1: "ok", 2: "error"}
+STATUS = {0: "unset", 1: "ok", 2: "error"}
 _UNCHANGING = frozenset({str, int, float, bool})
 _SHORT = 256
 _KNOWN_MAX = 8_192
@@ -42,29 +51,42 @@ _REFUSED = "the protobuf parser refuses this span: a value nested too deep, or a
 def decode_protobuf(body: bytes, max_nesting: int = MAX_NESTING) -> DecodedBatch:
     """Spans of one OTLP protobuf request. Raises SchemaError when ``body`` is not such a request at all."""
     batch = DecodedBatch([], [])
-    try:
-        request = shallow.Request.FromString(body)
-    except DecodeError:
+    request = parsed(body)
+    if request is None:
         _take_apart(memoryview(body), batch, max_nesting)
         return batch
     for group in request.resource_spans:
-        resource = _resource(group.resource, max_nesting)
+        resource = read_resource(group.resource, max_nesting)
         for scopes in group.scope_spans:
-            _decode_spans(scopes.spans, Origin(resource, *_scope(scopes.scope)), batch, max_nesting)
+            _decode_spans(scopes.spans, Origin(resource, *read_scope(scopes.scope)), batch, max_nesting)
     return batch
+
+
+def parsed(body: bytes) -> Any | None:
+    """A request as far as ``shallow`` goes; None: it has to be taken apart."""
+    try:
+        return shallow.Request.FromString(body)
+    except DecodeError:
+        return None
 
 
 def _decode_spans(raw_spans: Iterable[Any], origin: Origin, batch: DecodedBatch, depth: int) -> None:
     for raw in raw_spans:
         try:
-            batch.spans.append(_span(raw, origin, depth))
-        except BadSpanError as exc:
-            batch.rejected.append(Rejected(str(exc), raw.SerializeToString(), exc.kind))
-        except (DecodeError, UnicodeDecodeError):
-            batch.rejected.append(Rejected(_REFUSED, raw.SerializeToString(), "protobuf"))
+            batch.spans.append(read_span(raw, origin, depth))
+        except (BadSpanError, DecodeError, UnicodeDecodeError) as exc:
+            batch.rejected.append(refusal(raw, exc))
 
 
-def _span(raw: Any, origin: Origin, depth: int) -> Span:
+def refusal(raw: Any, problem: Exception) -> Rejected:
+    """A span that ``read_span`` refused."""
+    if isinstance(problem, BadSpanError):
+        return Rejected(str(problem), raw.SerializeToString(), problem.kind)
+    return Rejected(_REFUSED, raw.SerializeToString(), "protobuf")
+
+
+def read_span(raw: Any, origin: Origin, depth: int) -> Span:
+    """One span as ``shallow`` has it. Raises BadSpanError, DecodeError or UnicodeDecodeError."""
     trace_id = hex_id(raw.trace_id, 16, "trace id")
     span_id = hex_id(raw.span_id, 8, "span id")
     parent = raw.parent_span_id
@@ -89,7 +111,7 @@ def _span(raw: Any, origin: Origin, depth: int) -> Span:
         end,
         hex_id(parent, 8, "parent span id") if parent.strip(b"\0") else None,
         kind if 0 <= kind <= 5 else 0,
-        _STATUS.get(status.code, "unset"),
+        STATUS.get(status.code, "unset"),
         message.decode() if message else "",
         attributes,
         span_events,
@@ -137,16 +159,21 @@ def _attributes(raw: Iterable[bytes], depth: int, flags: list[str]) -> dict[str,
 
 
 def _pair(part: bytes, depth: int, flags: list[str]) -> tuple[str, Any]:
-    """Key and value of one attribute. Short ones come again and again: what cannot change is remembered."""
-    pair = KeyValue.FromString(part)
-    key, value = pair.key, pair.value
-    text = value.string_value
-    found = (key, text or _value(value, depth, flags, key))  # a text that is not empty: the usual case
+    """``read_pair``. Short ones come again and again: what cannot change is remembered."""
+    found = read_pair(part, depth, flags)
     if len(part) <= _SHORT and not flags and type(found[1]) in _UNCHANGING:
         if len(_known) >= _KNOWN_MAX:
             _known.clear()
         _known[part] = found
     return found
+
+
+def read_pair(part: bytes, depth: int, flags: list[str]) -> tuple[str, Any]:
+    """Key and value of one attribute; repairs are added to ``flags``."""
+    pair = KeyValue.FromString(part)
+    key, value = pair.key, pair.value
+    text = value.string_value
+    return key, text or _value(value, depth, flags, key)  # a text that is not empty: the usual case
 
 
 def _value(value: Any, depth: int, flags: list[str], key: str) -> Any:
@@ -170,7 +197,7 @@ def _value(value: Any, depth: int, flags: list[str], key: str) -> Any:
     return None
 
 
-def _resource(parts: Iterable[bytes], depth: int) -> dict[str, Any]:
+def read_resource(parts: Iterable[bytes], depth: int) -> dict[str, Any]:
     """Attributes of a resource. One that cannot be read costs itself, never its spans."""
     flags: list[str] = []
     attributes: dict[str, Any] = {}
@@ -183,7 +210,7 @@ def _resource(parts: Iterable[bytes], depth: int) -> dict[str, Any]:
     return with_flags(attributes, flags) if flags else attributes
 
 
-def _scope(parts: Iterable[bytes]) -> tuple[str, str]:
+def read_scope(parts: Iterable[bytes]) -> tuple[str, str]:
     """Name and version; none where they cannot be read, since its spans are worth more than its name."""
     found = InstrumentationScope()
     try:
@@ -205,7 +232,7 @@ def _take_apart(data: memoryview, batch: DecodedBatch, depth: int) -> None:
     for group in groups:
         try:
             parts = list(fields(group))
-            resource = _resource([bytes(p) for n, p in parts if n == 1], depth)
+            resource = read_resource([bytes(p) for n, p in parts if n == 1], depth)
             for scope_spans in (p for n, p in parts if n == 2):
                 _take_scope_apart(scope_spans, resource, batch, depth)
         except WireError as exc:
@@ -223,7 +250,7 @@ def _take_scope_apart(data: memoryview, resource: dict[str, Any], batch: Decoded
     except WireError as exc:
         batch.rejected.append(Rejected(f"a ScopeSpans message is malformed: {exc}", bytes(data), "protobuf"))
         return
-    name, version = _scope([bytes(p) for n, p in parts if n == 1])
+    name, version = read_scope([bytes(p) for n, p in parts if n == 1])
     for number, part in parts:
         if number != 2:
             continue
