@@ -41,7 +41,7 @@ _OWNED = frozenset(topics.DERIVED) - frozenset(topics.SINGLE)
 """Topics whose partitions a partitioned stage owns."""
 
 
-class NewRecord(msgspec.Struct, frozen=True):
+class NewRecord(msgspec.Struct, frozen=True, gc=False):
     """A record to append. ``event_id`` is unique within its topic: appending it again changes nothing."""
 
     topic: str
@@ -52,7 +52,7 @@ class NewRecord(msgspec.Struct, frozen=True):
     """Where the writer owns a partition; None: by key. Ignored by logs without partitions."""
 
 
-class LogRecord(msgspec.Struct, frozen=True):
+class LogRecord(msgspec.Struct, frozen=True, gc=False):
     """A record as read. Offsets increase within a topic in commit order; gaps are allowed, reuse is not."""
 
     topic: str
@@ -72,7 +72,7 @@ class LogRecord(msgspec.Struct, frozen=True):
         return source_of(self.topic, self.partition)
 
 
-class Appended(msgspec.Struct, frozen=True):
+class Appended(msgspec.Struct, frozen=True, gc=False):
     """What became of one appended record: its offset (the old one where ``duplicate``)."""
 
     offset: int

@@ -59,7 +59,7 @@ class Value(Protocol):
         ...
 
 
-class Lesson(msgspec.Struct, frozen=True, array_like=True):
+class Lesson(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A state that an orchestration was in."""
 
     state: State
@@ -67,7 +67,7 @@ class Lesson(msgspec.Struct, frozen=True, array_like=True):
     """States that the next decision could have led to; empty: only the outcome says what it was worth."""
 
 
-class Anchored(msgspec.Struct, frozen=True):
+class Anchored(msgspec.Struct, frozen=True, gc=False):
     """An estimate and where the reconciliation starts from: the estimate with its share of its gap's residual."""
 
     anchor: int | None

@@ -44,7 +44,7 @@ from spanloop.pipeline.credit.leave_one_out import leave_one_out
 from spanloop.pipeline.credit.progress import Plain, StepValues
 from spanloop.pipeline.credit.reconcile import reconcile
 from spanloop.pipeline.credit.states import RAW, Encoder, State, by_token, has_menus, has_tokens, is_forced
-from spanloop.pipeline.credit.structural import Kept, estimate_steps, states_of, workers_of
+from spanloop.pipeline.credit.structural import Kept, estimate_steps, lessons_of, workers_of
 from spanloop.schemas.ids import policy_number
 from spanloop.schemas.orchestration import Agent, MenuOption, ModelCall
 
@@ -92,12 +92,12 @@ def estimate(
     return estimate_steps(cast, reward, values, choice, kept=kept, touched=touched)
 
 
-def lessons(cast: Cast, encode: Encoder = RAW) -> list[Lesson]:
+def lessons(cast: Cast, encode: Encoder = RAW) -> tuple[Lesson, ...]:
     """What a value model learns from an orchestration and its outcome: its states in order, and for each the states
     that the next decision could have led to. A token that was the only option is no decision."""
     valued = _valued(cast)
     if not valued:
-        return [Lesson(state, ()) for state in states_of(cast)]
+        return lessons_of(cast)
     found: list[Lesson] = []
     for chain in (valued, *([call] for agent in cast.others for call in _trained(cast, agent))):
         decisions = [(call, i) for call in chain for i in _decisions(call)]
@@ -115,7 +115,7 @@ def lessons(cast: Cast, encode: Encoder = RAW) -> list[Lesson]:
                     for option in following.menus[j]
                 )
             found.append(Lesson(encode(prompt, said), options))
-    return found
+    return tuple(found)
 
 
 def _valued(cast: Cast) -> list[ModelCall]:

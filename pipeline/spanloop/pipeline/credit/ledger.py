@@ -56,7 +56,7 @@ TEAM = "team"
 TOTAL = "sum/1"
 
 
-class Account(msgspec.Struct, frozen=True):
+class Account(msgspec.Struct, frozen=True, gc=False):
     """An account before it is settled."""
 
     id: str

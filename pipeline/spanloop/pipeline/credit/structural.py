@@ -21,6 +21,7 @@ from spanloop.pipeline.credit.anchors import (
     Anchored,
     Choice,
     Estimates,
+    Lesson,
     exact,
     settle_environment,
 )
@@ -40,11 +41,11 @@ from spanloop.pipeline.credit.sharing import (
     settled,
     split,
 )
-from spanloop.pipeline.credit.states import COUNT_MAX, State
+from spanloop.pipeline.credit.states import COUNT_MAX
 from spanloop.schemas.canonical import MICRO
 from spanloop.schemas.orchestration import Agent, ModelCall, OrchestrationEvent
 
-__all__ = ["Coalitions", "Kept", "coalitions_of", "estimate_steps", "states_of", "workers_of"]
+__all__ = ["Coalitions", "Kept", "coalitions_of", "estimate_steps", "lessons_of", "workers_of"]
 
 Floats = NDArray[np.float64]
 
@@ -722,25 +723,25 @@ def _smoothed(starts: Sequence[int], reward: int, smoothing: float) -> list[Anch
     return [Anchored(amount, 0.0, amount, 0.0, "gae/1") for amount in (round(a * MICRO) for a in found)]
 
 
-def states_of(cast: Cast) -> list[State]:
+def lessons_of(cast: Cast) -> tuple[Lesson, ...]:
     """The states that an orchestration was in: before its first step, after each turn and after what followed it."""
     plan = _plan_of(cast)
-    known = _states.get(plan.shape) if plan.shape is not None else None
+    if plan.shape is None:
+        return _lessons_of(plan)
+    known = _lessons.get(plan.shape)
     if known is None:
-        known = _states_of(plan)
-        if plan.shape is not None:
-            if len(_states) >= STATES_MAX:
-                _states.clear()
-            _states[plan.shape] = known
+        if len(_lessons) >= LESSONS_MAX:
+            _lessons.clear()
+        known = _lessons[plan.shape] = _lessons_of(plan)
     return known
 
 
-STATES_MAX = 1_024
-"""Shapes whose states are remembered: orchestrations of a deployment do the same again and again."""
-_states: dict[tuple[object, ...], list[State]] = {}
+LESSONS_MAX = 1_024
+"""Shapes whose lessons are remembered: orchestrations of a deployment do the same again and again."""
+_lessons: dict[tuple[object, ...], tuple[Lesson, ...]] = {}
 
 
-def _states_of(plan: _Plan) -> list[State]:
+def _lessons_of(plan: _Plan) -> tuple[Lesson, ...]:
     room = _Room(Plain(lambda _: 0))
     seen = [written_out(room.bag, room.loose)]
     for k, works in enumerate(plan.rows):
@@ -751,7 +752,7 @@ def _states_of(plan: _Plan) -> list[State]:
             for work in works:
                 room.add(work.amounts)
             seen.append(written_out(room.link(), ()))
-    return seen
+    return tuple([Lesson(state, ()) for state in seen])
 
 
 class Coalitions(msgspec.Struct, frozen=True):

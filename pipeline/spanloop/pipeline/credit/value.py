@@ -232,7 +232,7 @@ class ValueStage:
         if closed and self._vault is not None:
             content = self._vault.open_content(content)
             tenant.sealed[oid] = closed.partition("/")[0]
-        learned = tuple(lessons(known_cast(content), self._encoder))
+        learned = lessons(known_cast(content), self._encoder)
         slot = tenant.slots.get(oid)
         if slot is not None:
             self._remember(name, tenant, slot, Example(oid, learned, tenant.memory[slot].reward))

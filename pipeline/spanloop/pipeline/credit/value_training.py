@@ -64,6 +64,26 @@ class _Batch(msgspec.Struct):
     """Weight of each lesson in each member (K, lessons)."""
 
 
+class _Places(msgspec.Struct):
+    """Lessons of an orchestration as places in the index of states; as in ``_Batch``, counted from its own first."""
+
+    of_lesson: list[int]
+    options: list[int]
+    starts: list[int]
+    with_options: list[int]
+
+
+def _places(lessons: Sequence[Lesson], index: dict[State, int]) -> _Places:
+    found = _Places([], [], [], [])
+    for lesson in lessons:
+        if lesson.options:
+            found.with_options.append(len(found.of_lesson))
+            found.starts.append(len(found.options))
+            found.options += [index.setdefault(option, len(index)) for option in lesson.options]
+        found.of_lesson.append(index.setdefault(lesson.state, len(index)))
+    return found
+
+
 class ValueTrainer:
     """A model with its optimiser (Adam, decoupled weight decay)."""
 
@@ -113,25 +133,27 @@ class ValueTrainer:
 
     def _batch(self, examples: Sequence[Example]) -> _Batch | None:
         index: dict[State, int] = {}
+        known: dict[int, _Places] = {}
         of_lesson: list[int] = []
         options: list[int] = []
         starts: list[int] = []
         with_options: list[int] = []
-        outcomes: list[float] = []
-        bags: list[NDArray[np.int64]] = []
-        members = len(self.model.weights[0])
         for example in examples:
-            bag = _bag(example.orchestration_id, members)
-            for lesson in example.lessons:
-                if lesson.options:
-                    with_options.append(len(of_lesson))
-                    starts.append(len(options))
-                    options += [index.setdefault(option, len(index)) for option in lesson.options]
-                of_lesson.append(index.setdefault(lesson.state, len(index)))
-                outcomes.append(example.reward / MICRO)
-                bags.append(bag)
+            # orchestrations that did the same have the same lessons, the very same objects
+            places = known.get(id(example.lessons))
+            if places is None:
+                places = known[id(example.lessons)] = _places(example.lessons, index)
+            if places.options:
+                with_options += [at + len(of_lesson) for at in places.with_options]
+                starts += [at + len(options) for at in places.starts]
+                options += places.options
+            of_lesson += places.of_lesson
         if not of_lesson:
             return None
+        sizes = [len(example.lessons) for example in examples]
+        members = len(self.model.weights[0])
+        bags = np.stack([_bag(example.orchestration_id, members) for example in examples], axis=1)
+        outcomes = np.array([example.reward / MICRO for example in examples], dtype=np.float32)
         self._grow(self.model.add_features(index))
         return _Batch(
             states=[np.array(self.model.rows_of(state), dtype=np.int64) for state in index],
@@ -139,8 +161,8 @@ class ValueTrainer:
             options=np.array(options, dtype=np.int64),
             starts=np.array(starts, dtype=np.int64),
             with_options=np.array(with_options, dtype=np.int64),
-            outcomes=np.array(outcomes, dtype=np.float32),
-            bags=np.stack(bags, axis=1).astype(np.float32),
+            outcomes=np.repeat(outcomes, sizes),
+            bags=np.repeat(bags.astype(np.float32), sizes, axis=1),
         )
 
     def _targets(self, batch: _Batch) -> Singles:

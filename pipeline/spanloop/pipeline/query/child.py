@@ -27,7 +27,8 @@ _BLOCK = 1 << 18
 START_S = 60.0
 """For the process to start, take its plan and shut itself in."""
 _CODE = (
-    "import sys, json\n"
+    "import gc, sys, json\n"
+    "gc.set_threshold(200_000)\n"
     "sys.path[:] = json.loads(sys.argv[1])\n"
     "from spanloop.pipeline.query.sandbox import main\n"
     "main(int(sys.argv[2]))\n"
@@ -173,8 +174,16 @@ def _cause(code: int) -> str:
     return f"the query's process ended with code {code}"
 
 
+_LIBRARY = os.path.dirname(os.__file__)
+
+
 def _import_path() -> list[str]:
     """Where this process finds modules, with the folder of this package in it (editable installs use finders)."""
     here = str(Path(__file__).resolve().parents[3])
     rooms = {str(Path(folder).parent) for folder in sys.modules["spanloop"].__path__}
-    return [here, *sorted(rooms - {here}), *(folder for folder in sys.path if folder)]
+    ours = [here, *sorted(rooms - {here})]
+    # Python's own library first: most of what is imported is there, and each folder before it is asked each time
+    library = [
+        folder for folder in sys.path if folder.startswith(_LIBRARY) and not folder.endswith("-packages")
+    ]
+    return [*library, *ours, *(f for f in sys.path if f and f not in library and f not in ours)]
