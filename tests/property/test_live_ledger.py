@@ -13,9 +13,9 @@ from synthetic_orchestrations import make_revision
 from spanloop.pipeline import signal
 from spanloop.pipeline.credit.anchors import Choice
 from spanloop.pipeline.credit.asking import Asking
-from spanloop.pipeline.credit.cast import cast_of, renewed
-from spanloop.pipeline.credit.estimates import lessons
-from spanloop.pipeline.credit.ledger import build_ledger, check_ledger
+from spanloop.pipeline.credit.cast import cast_of, known_cast, renewed
+from spanloop.pipeline.credit.estimates import estimate, lessons
+from spanloop.pipeline.credit.ledger import build_ledger, check_ledger, ledger_of
 from spanloop.pipeline.credit.live import LiveLedger
 from spanloop.pipeline.credit.value_training import Example, ValueTrainer
 from spanloop.pipeline.signal import SignalStage
@@ -140,6 +140,57 @@ def test_kept_equals_made_anew(seed: int, agents: str, same_objects: bool):
         assert ledger.baseline == expected.baseline
 
 
+def renamed(content: OrchestrationContent, mark: str) -> OrchestrationContent:
+    """The same that others did."""
+
+    def new(name: str) -> str:
+        return f"{mark}{name}" if name else name
+
+    change = msgspec.structs.replace
+    return change(
+        content,
+        orchestration_id=new("o"),
+        agents=tuple(change(a, id=new(a.id), parent_id=new(a.parent_id)) for a in content.agents),
+        calls=tuple(change(c, id=new(c.id), agent_id=new(c.agent_id)) for c in content.calls),
+        events=tuple(
+            change(
+                e,
+                id=new(e.id),
+                agent_id=new(e.agent_id),
+                to_id=new(e.to_id),
+                call_id=new(e.call_id),
+                evidence=tuple(map(new, e.evidence)),
+            )
+            for e in content.events
+        ),
+    )
+
+
+@given(st.integers(0, 10_000), st.sampled_from(["value_difference", "gae"]), st.integers(0, 1_000_000))
+@QUICK
+def test_what_others_of_the_same_shape_gave_is_what_would_be_found(seed: int, turns: str, reward: int):
+    rng = random.Random(seed)
+    whole = hive(rng)
+    choice = Choice("auto", turns, seed="o")
+    shared = model_of(whole, steps=8)
+    contents = [whole, without(whole, 0.2, rng), whole, renamed(whole, "z"), renamed(whole, "")]
+    for content in contents:
+        fresh = model_of(whole, steps=8)
+        for asking in (shared, fresh):
+            estimate(cast_of(content), reward, asking, choice=choice)
+            asking.answer()
+        cast = cast_of(content)
+        found = estimate(cast, reward + 1, shared, choice=choice)
+        assert found == estimate(cast_of(content), reward + 1, fresh, choice=choice)
+        assert ledger_of(cast, found, reward + 1) == build_ledger(content, reward + 1, fresh, choice=choice)
+        known = shared.recalled
+        assert estimate(known_cast(content), reward, shared, choice=choice) == estimate(
+            cast, reward, fresh, choice=choice
+        )
+        assert shared.recalled == known + 1, "as a whole"
+    assert lessons(known_cast(whole)) is lessons(cast_of(renamed(whole, "y")))
+
+
 @given(st.integers(0, 10_000))
 @QUICK
 def test_a_renewed_cast_equals_one_made_anew(seed: int):
@@ -148,11 +199,13 @@ def test_a_renewed_cast_equals_one_made_anew(seed: int):
     before = without(whole, rng.choice((0.02, 0.1, 0.3)), rng)
     for old, new in ((before, whole), (whole, before)):
         cast = cast_of(old)
+        lessons(cast)
         touched = renewed(cast, old, new)
         if touched is not None:
             fresh = cast_of(new)
             for name in ("orchestrators", "others", "line"):
                 assert getattr(cast, name) == getattr(fresh, name)
+            assert not cast.made
             for name in ("turns", "tools", "loose_tools", "tool_status", "gap_of"):
                 assert dict(getattr(cast, name)) == dict(getattr(fresh, name)), name
 
