@@ -96,15 +96,18 @@ def build_samples(
         credit: "ledger": each token's own account; "team": the team's account for all.
     """
     level = "team" if credit == "team" else ""
-    credit_of = {node.id: node.credit for node in ledger.nodes}
+    credit_of: dict[str, int] = {}
+    roles: dict[str, str] = {}
     excluded: dict[str, int] = {}
     rows: list[Sample] = []
-    roles = {agent.id: agent.role or agent.name.lower() for agent in content.agents}
     for call in sorted(content.calls, key=lambda c: (c.start_ns, c.id)):
         reason = exclusion(call)
         if reason:
             excluded[reason] = excluded.get(reason, 0) + 1
         else:
+            if not rows:
+                credit_of = {node.id: node.credit for node in ledger.nodes}
+                roles = {agent.id: agent.role or agent.name.lower() for agent in content.agents}
             rows.append(_row(call, ledger, level, credit_of, roles.get(call.agent_id, "")))
     group, harness = group_of(content)
     return SamplesBuilt(

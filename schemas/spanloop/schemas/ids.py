@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from spanloop.schemas.canonical import digest
 
@@ -49,6 +50,7 @@ def policy_name(policy: str, version: int) -> str:
     return f"{policy}@v{version}"
 
 
+@lru_cache(maxsize=4_096)
 def policy_number(name: str) -> int:
     """Version number of a serving name, -1 when it is none.
 

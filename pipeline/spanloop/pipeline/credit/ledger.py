@@ -85,29 +85,30 @@ def settle(accounts: Sequence[Account], total: int) -> tuple[CreditNode, ...]:
     """
     children: dict[str, list[Account]] = {}
     for account in accounts[1:]:
-        children.setdefault(account.parent, []).append(account)
+        below = children.get(account.parent)
+        if below is None:
+            children[account.parent] = [account]
+        else:
+            below.append(account)
     credit = {accounts[0].id: total}
     nodes: list[CreditNode] = []
     for account in accounts:
-        own = credit[account.id]
-        below = children.get(account.id)
+        name = account.id
+        own = credit[name]
+        below = children.get(name)
         if below is None:
             pass
         elif len(below) == 1:
             credit[below[0].id] = own
         else:
-            shares = reconcile(
-                own,
-                [child.estimate.anchor for child in below],
-                [child.estimate.weight for child in below],
-                [child.id for child in below],
-            )
-            for child, share in zip(below, shares, strict=True):
-                credit[child.id] = share
+            items = [child.estimate for child in below]
+            ids = [child.id for child in below]
+            shares = reconcile(own, [item.anchor for item in items], [item.weight for item in items], ids)
+            credit.update(zip(ids, shares, strict=True))
         item = account.estimate
         nodes.append(  # ``node_of``, without a call a node
             CreditNode(
-                account.id,
+                name,
                 account.unit,
                 account.parent,
                 account.label,

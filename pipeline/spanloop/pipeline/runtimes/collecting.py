@@ -15,4 +15,4 @@ def collect_rarely() -> None:
     """Call once at start, after the state was restored."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
+    gc.set_threshold(200_000, 20, 100)
