@@ -3,10 +3,11 @@
 Gateway and embedded serving run as processes in their default configuration with training on; each call is a chat
 request with three tools, answered by the 61k-parameter policy and recorded in the SQLite log by way of the spool. The most calls a
 second that the gateway passes with 16 clients, whole or streamed, is its load; half of it, at fixed times, is what latencies are
-measured at. Direct and
-proxied rounds alternate, so that both see the same machine. While the log is away (another process keeps its write turn) calls
-collect on the spool; afterwards every call must be on the log, once.
-Run: .venv/bin/python benchmarks/gateway.py [--seconds 8] [--rounds 4]
+measured at. Direct and proxied rounds alternate, each first as often as second, so that both see the same machine. Two p99 are told:
+of the calls of all rounds together (``pooled``), and the median of the rounds' own (``median``), which one bad second of the host does
+not decide. While the log is away (another process keeps its write turn) calls collect on the spool; they are moved before the next
+round; in the end every call must be on the log, once.
+Run: .venv/bin/python benchmarks/gateway.py [--seconds 3.5] [--rounds 7]
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import contextlib
 import fcntl
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,7 +35,8 @@ from spanloop.pipeline.log.sqlite import SqliteLog
 from spanloop.pipeline.ports import new_record
 from spanloop.schemas.events import RoutingChanged
 
-CLOSED_S, CONNECTIONS = 4.0, 16
+SETTLE_S = 60.0
+CLOSED_S, CONNECTIONS = 3.0, 16
 PROMISED_MS = 10.0
 """p99 over direct serving, at half load."""
 WORDS = ("close", "look", "spawn", "a", "b", "c", "short", "full", *(f"w{i}" for i in range(40)))
@@ -113,10 +116,18 @@ def log_away(workspace: Path, away: bool) -> Iterator[None]:
         os.close(turn)
 
 
-def cpu_s(process: subprocess.Popen) -> float:
+def cpu_s(pid: int) -> float:
     """CPU seconds of a process so far."""
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def recorder_of(gateway: int) -> int:
+    """The process that records for a gateway."""
+    (pid,) = [
+        c for path in Path(f"/proc/{gateway}/task").glob("*/children") for c in path.read_text().split()
+    ]
+    return int(pid)
 
 
 def start(module: str, config: Path, **environment: str) -> tuple[subprocess.Popen, str]:
@@ -131,20 +142,50 @@ def start(module: str, config: Path, **environment: str) -> tuple[subprocess.Pop
     return process, json.loads(process.stdout.readline())["url"]
 
 
-def added(samples: dict[str, list[tuple[float, float]]]) -> dict[str, float]:
+Rounds = dict[str, list[list[tuple[float, float]]]]
+"""By target the rounds, of each its calls: seconds to the first byte and to the last."""
+
+
+def p_ms(calls: list[tuple[float, float]], place: int, share: float) -> float:
+    """A percentile of calls, ms to the first byte (place 0) or the last (1)."""
+    return 1000 * percentile([call[place] for call in calls], share)
+
+
+def added(rounds: Rounds) -> dict[str, float | list[float]]:
     """Latencies in ms, direct and through the gateway, and what the gateway adds to each percentile."""
-    found: dict[str, float] = {}
+    found: dict[str, float | list[float]] = {}
+    pooled = {name: [call for calls in many for call in calls] for name, many in rounds.items()}
     for place, what in ((1, ""), (0, "first_byte_")):
         for share, name in ((0.5, "p50"), (0.99, "p99")):
-            ms = {k: 1000 * percentile([pair[place] for pair in v], share) for k, v in samples.items()}
+            ms = {k: p_ms(calls, place, share) for k, calls in pooled.items()}
             found |= {f"{k}_{what}{name}_ms": round(v, 2) for k, v in ms.items()}
             found[f"added_{what}{name}_ms"] = round(ms["gateway"] - ms["direct"], 2)
-    found["calls"] = len(samples["gateway"])
+        of_rounds = {k: [p_ms(calls, place, 0.99) for calls in many] for k, many in rounds.items()}
+        medians = {k: statistics.median(values) for k, values in of_rounds.items()}
+        found[f"added_{what}p99_median_ms"] = round(medians["gateway"] - medians["direct"], 2)
+        if place:
+            found |= {
+                f"{k}_p99_ms_of_rounds": [round(v, 2) for v in values] for k, values in of_rounds.items()
+            }
+    found["calls"] = len(pooled["gateway"])
     return found
 
 
+async def settled(session: aiohttp.ClientSession, url: str) -> int:
+    """Wait until the gateway's calls are on the log: calls lost so far."""
+    deadline = time.perf_counter() + SETTLE_S
+    while True:
+        async with session.get(url + "/healthz") as answer:
+            health = await answer.json()
+        if not health["queue"]:
+            return health["lost"]
+        if time.perf_counter() > deadline:
+            raise RuntimeError(f"{health['queue']} calls still wait for the log")
+        await asyncio.sleep(0.05)
+
+
 async def measure(
-    urls: dict[str, str], processes: list[subprocess.Popen], workspace: Path, seconds: float, rounds: int
+    urls: dict[str, str], processes: list[subprocess.Popen], workspace: Path, seconds: float, num_rounds: int
 ) -> tuple[dict, int]:
     """The figures, and how many calls went through the gateway."""
     figures: dict = {}
@@ -166,29 +207,35 @@ async def measure(
             kind = "streamed" if stream else "whole"
             figures[f"most_{kind}_calls_per_s_{CONNECTIONS}_clients"] = {k: round(v) for k, v in most.items()}
             figures[f"half_load_{kind}_calls_per_s"] = round(rates[stream], 1)
+        pids = {"gateway": processes[1].pid, "recorder": recorder_of(processes[1].pid)}
         for away in (False, True):
             for stream in (False, True):
-                samples: dict[str, list[tuple[float, float]]] = {"direct": [], "gateway": []}
-                used_s = 0.0
-                for _ in range(rounds):
-                    for name, target in targets.items():
+                rounds: Rounds = {"direct": [], "gateway": []}
+                used_s = dict.fromkeys(pids, 0.0)
+                for number in range(num_rounds):
+                    for name in sorted(targets, reverse=bool(number % 2)):
+                        before = {process: cpu_s(pid) for process, pid in pids.items()}
                         with log_away(workspace, away):
-                            before = cpu_s(processes[1])
-                            samples[name] += await target.at_rate(rates[stream], seconds, stream=stream)
-                            used_s += cpu_s(processes[1]) - before if name == "gateway" else 0.0
+                            calls = await targets[name].at_rate(rates[stream], seconds, stream=stream)
+                        rounds[name].append(calls)
+                        if name == "gateway":
+                            figures["lost"] = await settled(session, urls["gateway"])
+                            for process, pid in pids.items():
+                                used_s[process] += cpu_s(pid) - before[process]
                 what = f"{'streamed' if stream else 'whole'}_log_{'away' if away else 'there'}"
-                figures[what] = added(samples)
-                figures[what]["gateway_cpu_ms_per_call"] = round(1000 * used_s / len(samples["gateway"]), 2)
-        async with session.get(urls["gateway"] + "/healthz") as answer:
-            figures["lost"] = (await answer.json())["lost"]
+                figures[what] = found = added(rounds)
+                for process, used in used_s.items():
+                    found[f"{process}_cpu_ms_per_call"] = round(
+                        1000 * used / sum(map(len, rounds["gateway"])), 2
+                    )
         return figures, targets["gateway"].num_calls
 
 
 def main() -> None:
     """Run both processes over a temporary workspace."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each round")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=3.5, help="of each round")
+    parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         workspace = Path(name)
@@ -219,7 +266,8 @@ def main() -> None:
                 process.wait(60)
         modes = [m for m in figures.values() if isinstance(m, dict) and "added_p99_ms" in m]
         figures["promised_added_p99_ms"] = PROMISED_MS
-        figures["kept"] = all(mode["added_p99_ms"] <= PROMISED_MS for mode in modes)
+        for how, figure in (("pooled", "added_p99_ms"), ("median", "added_p99_median_ms")):
+            figures[f"kept_{how}"] = all(mode[figure] <= PROMISED_MS for mode in modes)
         figures["load_average_before"] = round(load_before, 2)
         figures["calls_through_gateway"] = num_calls
         figures["spans_on_log"] = len(log.read(["spans"], {}, 10**7))

@@ -294,8 +294,8 @@ def main() -> None:
     import argparse
 
     from spanloop.collectors.gateway_log import LateLog
-    from spanloop.collectors.gateway_recorder_process import spool_folder
     from spanloop.collectors.gateway_sender import Sender
+    from spanloop.collectors.gateway_spools import spool_folder
     from spanloop.collectors.workspace_key import workspace_key
     from spanloop.pipeline.log.open import open_log
     from spanloop.pipeline.process import serve

@@ -41,6 +41,8 @@ RETRY_S = (0.1, 2.0)
 """First and longest pause after a failed append; it doubles."""
 NOTHING = b""
 """Stands on the spool for a call that could not be read, so that each call that was handed over has its place there."""
+MOVE_S = 0.05
+"""Between two appends to the log while less than a group waits: each is a commit, and a sync of the disk."""
 IDLE_S = 0.5
 """The mover looks after the disk at least so often."""
 
@@ -261,6 +263,8 @@ class Recorder(Generic[Call]):
                 self._spool.sync()
             elif moved:
                 pause = 0.0
+                if not self._left and self._spool.waiting < GROUP_MAX:
+                    self._rest(MOVE_S)
             else:
                 pause = min(max(RETRY_S[0], 2 * pause), RETRY_S[1])
                 if self._out_of_time():

@@ -26,7 +26,7 @@ from spanloop.collectors.gateway_handover import Messages, Start, Status, packed
 from spanloop.collectors.gateway_log import LateLog
 from spanloop.collectors.gateway_recorder import Recorder
 from spanloop.collectors.gateway_spool import Spool
-from spanloop.collectors.gateway_spools import open_spools
+from spanloop.collectors.gateway_spools import open_spools, spool_folder
 from spanloop.collectors.redaction import Redactor, workspace_key
 from spanloop.collectors.sealing import open_sealer
 from spanloop.pipeline.log.open import open_log
@@ -34,7 +34,7 @@ from spanloop.schemas.errors import SpanloopError, TransientError
 from spanloop.schemas.events import SpansReceived
 from spanloop.schemas.settings import Settings, load_settings
 
-__all__ = ["Work", "events_of", "main", "spool_folder"]
+__all__ = ["Work", "events_of", "main"]
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.msgpack.Encoder().encode
@@ -42,7 +42,7 @@ _start = msgspec.msgpack.Decoder(Start).decode
 _finished = msgspec.msgpack.Decoder(Finished).decode
 
 READ_BYTES = 2**18
-GATHER_S = 0.010
+GATHER_S = 0.015
 """Between two readings, so that not each call wakes this process."""
 STATUS_S = 0.050
 """Between two statuses."""
@@ -52,11 +52,6 @@ AHEAD_MAX = 1000
 """Calls that are read before they are spooled; more wait with the gateway, which counts them."""
 ORPHAN_S = 0.2
 """How long it goes on moving calls to the log when its gateway was killed: another one may wait for the spool."""
-
-
-def spool_folder(settings: Settings) -> Path:
-    """Folder of the spools and of the kept routing."""
-    return Path(settings.gateway.spool) if settings.gateway.spool else settings.workspace / "spool"
 
 
 def events_of(settings: Settings) -> Events:

@@ -8,13 +8,19 @@ from pathlib import Path
 from spanloop.collectors.gateway_spool import Spool
 from spanloop.collectors.gateway_spool_folder import refused
 from spanloop.schemas.errors import TransientError
+from spanloop.schemas.settings import Settings
 
-__all__ = ["open_spools"]
+__all__ = ["open_spools", "spool_folder"]
 
 _log = logging.getLogger(__name__)
 
 FOLDERS_MAX = 64
 """Gateways that may share one workspace; each holds a folder of its own."""
+
+
+def spool_folder(settings: Settings) -> Path:
+    """Folder of the spools and of the kept routing."""
+    return Path(settings.gateway.spool) if settings.gateway.spool else settings.workspace / "spool"
 
 
 def open_spools(

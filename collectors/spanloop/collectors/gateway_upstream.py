@@ -14,6 +14,7 @@ import logging
 import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -117,8 +118,7 @@ class Upstream:
 
     def address(self, call: Call) -> tuple[str, int]:
         """Host and port of the server that a call went to."""
-        split = urlsplit(call.upstream or call.target.urls[0])
-        return split.hostname or "", split.port or (443 if split.scheme == "https" else 80)
+        return _address(call.upstream or call.target.urls[0])
 
     async def models(self, request: web.Request) -> list[Any]:
         """Models that the upstreams list and that go to them; none of one that cannot be asked."""
@@ -266,6 +266,12 @@ class Upstream:
                 if request.transport is not None:
                     request.transport.abort()
             return reply
+
+
+@lru_cache(256)
+def _address(url: str) -> tuple[str, int]:
+    split = urlsplit(url)
+    return split.hostname or "", split.port or (443 if split.scheme == "https" else 80)
 
 
 def _order(call: Call) -> tuple[str, ...]:
