@@ -26,6 +26,7 @@ from spanloop.collectors.auth import Authenticator, AuthError, Identity
 from spanloop.collectors.gateway_answers import CALL, Handler, no_answer, told
 from spanloop.collectors.gateway_call import Call, GatewayError, bad_request, read_call
 from spanloop.collectors.gateway_chains import Chains, Given
+from spanloop.collectors.gateway_decide import Decider
 from spanloop.collectors.gateway_finished import Events
 from spanloop.collectors.gateway_follow import Follower
 from spanloop.collectors.gateway_health import health, recording
@@ -33,7 +34,7 @@ from spanloop.collectors.gateway_metrics import GatewayMetrics
 from spanloop.collectors.gateway_recorder import Recorder
 from spanloop.collectors.gateway_recording import Recording
 from spanloop.collectors.gateway_routes import PASSED, PREFIXES, extra_route, is_control, path_below_session
-from spanloop.collectors.gateway_shapes import SHAPES, Shape
+from spanloop.collectors.gateway_shapes import DECIDE, SHAPES, Shape
 from spanloop.collectors.gateway_targets import Target, Targets
 from spanloop.collectors.gateway_upstream import Upstream
 from spanloop.collectors.routing import Router
@@ -84,6 +85,7 @@ class Gateway:
         self.targets = Targets(settings)
         self.chains = Chains(private=len({c.tenant for c in settings.credentials}) > 1)
         self._version = re.compile(re.escape(settings.gateway.policy) + r"@v[0-9]{1,9}\Z")
+        self._decider = Decider(settings, self.router)
         self._upstream: Upstream | None = None
 
     def application(self) -> web.Application:
@@ -97,6 +99,7 @@ class Gateway:
         for prefix in PREFIXES:
             for shape in SHAPES.values():
                 app.router.add_post(f"{prefix}/v1{shape.path}", partial(self.call, shape))
+            app.router.add_post(f"{prefix}/v1{DECIDE.path}", self.decide)
             app.router.add_get(prefix + "/v1/models", self.models)
             for method, path in (*PASSED, *extra):
                 app.router.add_route(method, prefix + path, self.passed)
@@ -111,6 +114,7 @@ class Gateway:
             await asyncio.to_thread(self.follower.start)
             yield
             await self._upstream.close()
+            await self._decider.close()
             await asyncio.to_thread(self.follower.close)
 
     @property
@@ -133,6 +137,15 @@ class Gateway:
         self._plan(call)
         self.recorder.begin()
         return await self.upstream.relay(request, call)
+
+    async def decide(self, request: web.Request) -> web.Response:
+        """POST /v1/decide, also below /sessions/ID: an option of a menu, whatever becomes of serving."""
+        start_ns = self._clock.now_ns()
+        tenant = self._tenant(request)
+        call = self._decider.read(request, tenant, await request.read(), start_ns)
+        request[CALL] = call
+        self.recorder.begin()
+        return await self._decider.decide(call)
 
     async def passed(self, request: web.Request) -> web.StreamResponse:
         """Routes that go on unchanged and are not recorded."""

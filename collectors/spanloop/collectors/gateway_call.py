@@ -16,7 +16,16 @@ from spanloop.collectors.gateway_targets import Target
 from spanloop.collectors.gateway_tokens import Asked
 from spanloop.collectors.routing import StickyKey, parse_traceparent, sticky_key
 
-__all__ = ["Call", "GatewayError", "bad_request", "decode_json_body", "read_call"]
+__all__ = [
+    "Call",
+    "GatewayError",
+    "bad_request",
+    "decode_json_body",
+    "new_call_id",
+    "own_headers",
+    "read_call",
+    "session_of",
+]
 
 _decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
@@ -55,6 +64,11 @@ def bad_request(message: str) -> GatewayError:
     return GatewayError(400, message, kind="invalid_request_error", code="invalid_request")
 
 
+def new_call_id() -> str:
+    """32 hex digits that no other process gives."""
+    return f"{_PROCESS}{next(_numbers):016x}"
+
+
 class Call:
     """What the record will say of a call, filled in as it becomes known."""
 
@@ -71,13 +85,17 @@ class Call:
         """The bytes that the client sent."""
         self.key = key
         self.target = target
-        self.call_id = f"{_PROCESS}{next(_numbers):016x}"
+        self.call_id = new_call_id()
         self.route = "pass"
         self.version = ""
         self.exploration = 0.0
         self.runtime = ""
         """What runs the agent, in the fingerprint of its harness."""
         self.parent: tuple[str, str] | None = None
+        self.trace_id = ""
+        """Trace of a call without a trace context that belongs to a session's; empty: one of its own."""
+        self.fallback = ""
+        """Why a decision was the caller's default."""
         self.task_key = ""
         self.turn_type = ""
         self.start_ns = 0
@@ -128,6 +146,8 @@ class Call:
             parent=self.parent,
             task_key=self.task_key,
             turn_type=self.turn_type,
+            trace_id=self.trace_id,
+            fallback=self.fallback,
             server_address=server[0],
             server_port=server[1],
         )
@@ -166,20 +186,30 @@ def read_call(
     body = decode_json_body(data)
     headers = request.headers
     parent = parse_traceparent(headers.get("traceparent"))
-    session = (
-        request.match_info.get("session") or headers.get("X-Session-Id") or headers.get("X-Spanloop-Session")
-    )
     sticky = sticky_key(
-        session=session,
+        session=session_of(request),
         trace_id=parent[0] if parent else None,
         user=body.get("user"),
         messages=shape.request_view(body).get("messages"),
     )
     call = Call(shape, tenant, body, data, key=sticky, target=target)
     call.parent = parent
-    call.task_key = headers.get("X-Task-Key", "")[:TASK_KEY_MAX]
-    turn = headers.get("X-Turn-Type", "")
-    call.turn_type = turn if _TURN_TYPE.fullmatch(turn) else ""
+    own_headers(call, request)
     call.start_ns = start_ns
     call.runtime = headers.get("X-Harness-Runtime") or headers.get("User-Agent", "")
     return call
+
+
+def session_of(request: web.Request) -> str | None:
+    """The session that a request names in its path or a header."""
+    headers = request.headers
+    return (
+        request.match_info.get("session") or headers.get("X-Session-Id") or headers.get("X-Spanloop-Session")
+    )
+
+
+def own_headers(call: Call, request: web.Request) -> None:
+    """Take what the client says of the task and the turn."""
+    call.task_key = request.headers.get("X-Task-Key", "")[:TASK_KEY_MAX]
+    turn = request.headers.get("X-Turn-Type", "")
+    call.turn_type = turn if _TURN_TYPE.fullmatch(turn) else ""

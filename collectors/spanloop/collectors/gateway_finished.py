@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from spanloop.collectors.gateway_record import CallRecord, Redact, Seal, call_event
-from spanloop.collectors.gateway_shapes import CHAT, SHAPES, Shape
+from spanloop.collectors.gateway_shapes import DECIDE, Shape, shape_of
 from spanloop.collectors.gateway_stream import EVENT_BYTES_MAX, SseSplitter, chunk_of
 from spanloop.collectors.harness import harness_fingerprint
 from spanloop.collectors.untyped import text
@@ -63,11 +63,13 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     turn_type: str
     server_address: str
     server_port: int
+    trace_id: str = ""
+    fallback: str = ""
 
 
 def call_record(call: Finished, key: bytes) -> CallRecord:
     """What is recorded of a call. ``key``: secret of the workspace's hashes."""
-    shape = SHAPES.get(call.shape, CHAT)
+    shape = shape_of(call.shape)
     request: dict[str, Any] = _decode(call.request)
     response, problem = _folded(shape, call) if call.folds else _whole(call)
     return CallRecord(
@@ -92,6 +94,8 @@ def call_record(call: Finished, key: bytes) -> CallRecord:
         turn_type=call.turn_type,
         server_address=call.server_address,
         server_port=call.server_port,
+        trace_id=call.trace_id,
+        fallback=call.fallback,
         streamed=bool(request.get("stream")),
     )
 
@@ -157,7 +161,10 @@ class Events:
     def __call__(self, call: Finished) -> SpansReceived:
         """The event of one call."""
         record = call_record(call, self._key)
-        if record.response is not None and self._is_repeated(text(record.response.get("id"))):
+        again = (
+            record.shape != DECIDE.name
+        )  # a decision that is asked again under its id is the same decision
+        if again and record.response is not None and self._is_repeated(text(record.response.get("id"))):
             record = msgspec.structs.replace(record, repeated=True)
         return call_event(
             record,

@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from spanloop.collectors.gateway_shapes import CHAT, SHAPES
+from spanloop.collectors.gateway_decided import decision_attributes
+from spanloop.collectors.gateway_shapes import DECIDE, shape_of
 from spanloop.collectors.gateway_tokens import call_tokens, is_greedy
 from spanloop.collectors.limits import cut_span
 from spanloop.collectors.untyped import maps, number, text, the_map
@@ -65,7 +66,7 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
     server_port: int = 0
     streamed: bool = False
     shape: str = "chat"
-    """Which API: one of ``gateway_shapes.SHAPES``."""
+    """Which API: name of one of ``gateway_shapes``."""
     repeated: bool = False
     """Another call had the same response id: this one is told apart by ``call_id``."""
     exploration: float = 0.0
@@ -74,6 +75,10 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Token ids were asked for."""
     turn_type: str = ""
     """What the client said in X-Turn-Type."""
+    trace_id: str = ""
+    """Trace of a call that came without a trace context; empty: one of its own."""
+    fallback: str = ""
+    """Why a decision was the caller's default."""
 
 
 _SAMPLING = {
@@ -108,14 +113,16 @@ def call_event(
         max_attribute_bytes: A longer text is cut and flagged, as the receiver does it.
         seal: Applied to the span when ``content`` is True: what becomes of it where content is kept under keys.
     """
-    shape = SHAPES.get(record.shape, CHAT)
+    shape = shape_of(record.shape)
     request = shape.request_view(record.request)
     response = shape.response_view(record.response) if record.response else {}
     response_id = text(response.get("id"))
     identity = f"{response_id}/{record.call_id}" if record.repeated else response_id or record.call_id
-    trace_id, parent_span_id = record.parent or (gateway_trace_id(identity), None)
+    trace_id, parent_span_id = record.parent or (record.trace_id or gateway_trace_id(identity), None)
     attributes = _attributes(record, request, response, response_id)
     attributes["gen_ai.operation.name"] = shape.operation
+    if shape is DECIDE and record.response is not None:
+        attributes |= decision_attributes(request, response, record.fallback)
     if content:
         attributes |= _token_attributes(record, request, response)
     if content or redact is not None:
@@ -182,7 +189,7 @@ def _token_attributes(
     record: CallRecord, request: Mapping[str, Any], response: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Token ids and log-probabilities; where the backend gave none, that is said: nothing may be imputed."""
-    if not response or record.status >= 400:
+    if not response or record.status >= 400 or record.fallback:
         return {}
     if not record.asked_tokens:
         return {"spanloop.backend_gave_none": True}

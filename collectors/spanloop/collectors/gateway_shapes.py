@@ -11,7 +11,7 @@ from spanloop.collectors import gateway_completions, gateway_responses
 from spanloop.collectors.gateway_stream import ChunkFolder
 from spanloop.collectors.gateway_tokens import Asked, ask_for_tokens, shown_chat
 
-__all__ = ["CHAT", "COMPLETIONS", "RESPONSES", "SHAPES", "Folder", "Shape"]
+__all__ = ["CHAT", "COMPLETIONS", "DECIDE", "RESPONSES", "SHAPES", "Folder", "Shape", "shape_of"]
 
 
 class Folder(Protocol):
@@ -64,3 +64,10 @@ COMPLETIONS = Shape(
     gateway_completions.CompletionFolder, gateway_completions.request_view, gateway_completions.response_view,
 )  # fmt: skip
 SHAPES = {shape.name: shape for shape in (CHAT, RESPONSES, COMPLETIONS)}
+DECIDE = Shape("decide", "/decide", "decide", ask_for_tokens, shown_chat, ChunkFolder, _same, _same)
+"""Recorded beside them; ``gateway_decide`` asks and shows it itself."""
+
+
+def shape_of(name: str) -> Shape:
+    """The shape of a record."""
+    return DECIDE if name == DECIDE.name else SHAPES.get(name, CHAT)

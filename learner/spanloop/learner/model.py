@@ -1,8 +1,9 @@
 """The policy port: what the learner needs of a network that it trains, whatever it is.
 
 Place: ``update``, ``training``, ``evaluation``, ``deployment`` and ``promoter`` know policies by this port only. Adapters:
-``policy.PolicyNet`` (the embedded transformer) and ``hf_policy.HfPolicy`` (LoRA on a Hugging Face causal LM, where
-``learner.model`` is set; its libraries are imported only then). Invariants: a policy's numbers depend on its tensors and
+``policy.PolicyNet`` (the embedded transformer), ``hf_policy.HfPolicy`` (LoRA on a Hugging Face causal LM, where
+``learner.model`` is set; its libraries are imported only then) and ``decision_policy.DecisionNet`` (decisions asked outright,
+``learner.decisions``). Invariants: a policy's numbers depend on its tensors and
 the batch only (no dropout, no clock); an artifact is a folder with a manifest.json that names its kind.
 
 Legend of suffixes: B rows, T positions, N decisions, K options of a menu.
@@ -26,6 +27,7 @@ from spanloop.schemas.canonical import decode_json
 from spanloop.schemas.errors import ConfigError, SchemaError
 
 if TYPE_CHECKING:
+    from spanloop.learner.decision_policy import DecisionManifest
     from spanloop.learner.hf_artifact import HfManifest
     from spanloop.learner.policy import Manifest
     from spanloop.learner.signing import Signer, Trust
@@ -150,12 +152,17 @@ def _kind(folder: Path) -> str:
         raise SchemaError(f"{folder} is no policy artifact: {exc.strerror or exc}") from exc
 
 
-def read_manifest(folder: Path, trust: Trust | None = None) -> Manifest | HfManifest:
+def read_manifest(folder: Path, trust: Trust | None = None) -> Manifest | HfManifest | DecisionManifest:
     """The manifest of an artifact of any kind; its ``config`` is the policy's. Raises SchemaError, see ``load_artifact``."""
-    if _kind(folder) == "lora":
+    kind = _kind(folder)
+    if kind == "lora":
         from spanloop.learner import hf_artifact
 
         return hf_artifact.read_manifest(folder, trust)
+    if kind == "decision":
+        from spanloop.learner import decision_policy
+
+        return decision_policy.read_manifest(folder, trust)
     from spanloop.learner import policy
 
     return policy.read_manifest(folder, trust)
@@ -172,10 +179,15 @@ def load_artifact(folder: Path, *, sha256: str | None = None, trust: Trust | Non
     Raises:
         SchemaError: missing, or its signature, hash, names, shapes or numbers are not what they have to be.
     """
-    if _kind(folder) == "lora":
+    kind = _kind(folder)
+    if kind == "lora":
         from spanloop.learner import hf_policy
 
         return hf_policy.load_artifact(folder, sha256=sha256, trust=trust)
+    if kind == "decision":
+        from spanloop.learner import decision_policy
+
+        return decision_policy.load_artifact(folder, sha256=sha256, trust=trust)
     from spanloop.learner import policy
 
     return policy.load_artifact(folder, sha256=sha256, trust=trust)

@@ -27,6 +27,7 @@ from typing import Any
 import click
 
 from spanloop.learner.checkpoint import BatchReport
+from spanloop.learner.decision_policy import DecisionConfig, DecisionNet
 from spanloop.learner.evaluation import Evaluation
 from spanloop.learner.history import decode_samples, read_policies, read_samples
 from spanloop.learner.model import Policy, load_artifact, other_policy, read_manifest
@@ -74,6 +75,8 @@ def initial_policy(settings: Settings) -> tuple[Any, Tokenizer | None, Policy]:
         from spanloop.learner.hf_policy import initial_lora
 
         return initial_lora(settings, folder)
+    if settings.learner.decisions:
+        return _initial_decisions(settings, folder)
     tokenizer = Tokenizer(settings.learner.vocabulary)
     config = PolicyConfig(
         vocabulary_size=tokenizer.size,
@@ -92,6 +95,18 @@ def initial_policy(settings: Settings) -> tuple[Any, Tokenizer | None, Policy]:
     if artifact.tokenizer is None or artifact.tokenizer.hash != tokenizer.hash:
         raise other_policy(settings.workspace, f"{config} with other words", config)
     return config, tokenizer, artifact.net
+
+
+def _initial_decisions(settings: Settings, folder: Path) -> tuple[Any, Tokenizer | None, Policy]:
+    section = settings.learner
+    config = DecisionConfig(width=section.width, buckets=section.decision_buckets)
+    if not folder.exists():
+        return config, None, DecisionNet.initial(config, section.seed)
+    trust = trust_of(settings.workspace)
+    found = read_manifest(folder, trust).config
+    if found != config:
+        raise other_policy(settings.workspace, found, config)
+    return config, None, load_artifact(folder, trust=trust).net
 
 
 class Learner:

@@ -104,6 +104,7 @@ def hyper_of(settings: Settings) -> Hyper:
         "horizon": settings.learner.max_length if settings.learner.model else settings.learner.context,
     }
     values |= {name: value for name, value in own.items() if not values[name]}
+    values["packing"] = values["packing"] and not settings.learner.decisions
     return Hyper(exploration=settings.serving.exploration, **values)
 
 

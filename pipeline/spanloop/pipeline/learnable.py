@@ -263,6 +263,8 @@ def _reward_needs(found: Deployment, settings: Settings) -> list[Need]:
 
 
 def _training_needs(found: Deployment, settings: Settings) -> list[Need]:
+    if settings.learner.decisions:
+        return _decision_needs(found, settings)
     for_ = "token training"
     needs = []
     if not found.gateway_calls:
@@ -290,8 +292,26 @@ def _training_needs(found: Deployment, settings: Settings) -> list[Need]:
         needs.append(Need(for_, f"{without} of {found.gateway_calls} gateway calls were passed to another model",
                           f"ask for model {settings.gateway.policy!r}, the alias that spanloop trains",
                           "gateway.policy"))  # fmt: skip
-    policy = settings.learner.vocabulary or settings.learner.model
-    if settings.learner.enabled and not policy and not settings.gateway.upstream:
+    if settings.learner.enabled and not settings.learner.has_policy and not settings.gateway.upstream:
         needs.append(Need(for_, "the embedded policy has no vocabulary", "list the words it may read and say, or name "
                           "a model of your own that vLLM serves", "learner.vocabulary or learner.model"))  # fmt: skip
+    return needs
+
+
+def _decision_needs(found: Deployment, settings: Settings) -> list[Need]:
+    for_ = "decision training"
+    url = f"http://{settings.gateway.host}:{settings.gateway.port}/v1/decide"
+    needs = []
+    if not settings.content.training:
+        needs.append(Need(for_, "this deployment has not opted in to keeping hashed features of decisions",
+                          "opt in, if those whose work they describe agree",
+                          "content.training = true (SPANLOOP_CONTENT__TRAINING=true)"))  # fmt: skip
+    if not found.with_version:
+        needs.append(Need(for_, "no decision was taken by the policy",
+                          f"ask for decisions at POST {url}, or with spanloop.collectors.sdk.decide",
+                          "" if settings.gateway.enabled else "gateway.enabled = true"))  # fmt: skip
+    elif settings.content.training and found.with_token_ids < found.with_version:
+        without = found.with_version - found.with_token_ids
+        needs.append(Need(for_, f"{without} of {found.with_version} decisions of the policy have no features",
+                          "nothing: they are from before the opt-in"))  # fmt: skip
     return needs

@@ -44,6 +44,8 @@ WORKER = "spanloop.pipeline.runtimes.worker"
 VLLM = "spanloop.learner.serving.vllm_server"
 """What serves instead where ``serving.engine`` is vllm."""
 STOP_ORDER = ("gateway", "collector", "pipeline", "learner", "serving", "archiver")
+DECISIONS = "spanloop.learner.serving.decisions"
+"""What serves instead where ``learner.decisions`` is set."""
 READY_S = 180.0
 """How long the first start of all children may take ..."""
 READY_VLLM_S = 900.0
@@ -54,8 +56,8 @@ STATUS_EVERY_S = 1.0
 
 
 def child_specs(settings: Settings, config: Path | None, without: Sequence[str]) -> list[ChildSpec]:
-    """What will run: all processes but those switched off in settings or named in ``without``. Without a vocabulary or a
-    model there is no policy, so that neither learner nor serving has anything to do; a policy that servers elsewhere
+    """What will run: all processes but those switched off in settings or named in ``without``. Without a vocabulary, a
+    model or decisions there is no policy, so that neither learner nor serving has anything to do; a policy that servers elsewhere
     serve needs no serving here."""
     unknown = sorted(set(without) - set(MODULES))
     if unknown:
@@ -63,7 +65,7 @@ def child_specs(settings: Settings, config: Path | None, without: Sequence[str])
     off = {name for name in ("gateway", "serving", "learner") if not getattr(settings, name).enabled}
     if not settings.bootstrap_servers and not settings.archive.url:
         off.add("archiver")  # queries fill the archive of an embedded workspace
-    if not settings.learner.vocabulary and not settings.learner.model:
+    if not settings.learner.has_policy:
         off |= {"serving", "learner"}
     if settings.learner.model:
         elsewhere = bool(settings.gateway.upstream or settings.serving.urls)
@@ -77,7 +79,11 @@ def child_specs(settings: Settings, config: Path | None, without: Sequence[str])
     names = [name for name in MODULES if name not in off and name not in without]
     if not names:
         raise ConfigError("nothing to run: every process is switched off; leave one out of --without")
-    modules = MODULES | ({"serving": VLLM} if settings.serving.engine == "vllm" else {})
+    modules = dict(MODULES)
+    if settings.serving.engine == "vllm":
+        modules["serving"] = VLLM
+    elif settings.learner.decisions:
+        modules["serving"] = DECISIONS
     specs: list[ChildSpec] = []
     for name in names:
         if name == "pipeline" and settings.bootstrap_servers:
@@ -290,10 +296,9 @@ def supervise(
         )
     lock = WorkspaceLock(settings.workspace)
     try:
-        policy = settings.learner.vocabulary or settings.learner.model
-        if not policy and not {"serving", "learner"} <= set(without):
+        if not settings.learner.has_policy and not {"serving", "learner"} <= set(without):
             say(
-                "serving and learner are left out: learner.vocabulary and learner.model are empty. Spans, outcomes and credit need neither; "
+                "serving and learner are left out: learner.vocabulary and learner.model are empty, learner.decisions is off. Spans, outcomes and credit need neither; "
                 "`spanloop doctor` says what training needs"
             )
         if lock.stale_pid:

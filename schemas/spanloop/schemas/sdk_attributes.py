@@ -7,6 +7,7 @@ They are the sender's own claims about its run. What only a trusted component ma
 from __future__ import annotations
 
 import math
+import re
 
 __all__ = [
     "ACT",
@@ -30,6 +31,8 @@ __all__ = [
     "TARGET",
     "TARGET_ID",
     "TRUNCATED",
+    "is_kind",
+    "kind_of",
     "menu_problem",
 ]
 
@@ -43,6 +46,8 @@ ACTS = (
 """Values of ACT."""
 DECISIONS = ("spawn", "delegate", "message", "aggregate", "stop")
 """Values of DECISION, O1 to O5: when to spawn, whom to delegate to, how to communicate, how to aggregate, when to stop."""
+_OWN = re.compile(r"own:[A-Za-z0-9_.\-/ ]{1,64}")
+"""Kinds of decision that a deployment names itself."""
 OPTIONS_MAX = 256
 """Options of one decision; a longer menu is cut and its propensities are unusable."""
 OPTION_CHARS = 128
@@ -76,6 +81,28 @@ TRUNCATED = "spanloop.sdk.truncated"
 """True where a value was cut or left out."""
 
 _SUM_TOLERANCE = 1e-3
+
+
+def is_kind(kind: str) -> bool:
+    """Whether it is one of DECISIONS, or a kind that a deployment names itself.
+
+    >>> is_kind("spawn"), is_kind("own:which-queue"), is_kind("swpan")
+    (True, True, False)
+    """
+    return kind in DECISIONS or _OWN.fullmatch(kind) is not None
+
+
+def kind_of(name: str) -> str:
+    """The kind that a caller of /v1/decide means: O1 to O5 by code or name; any other name is the caller's own, with a mark.
+
+    >>> kind_of("O2"), kind_of("stop"), kind_of("which queue?")
+    ('delegate', 'stop', 'own:which queue_')
+    """
+    if name in DECISIONS:
+        return name
+    if len(name) == 2 and name[0] in "Oo" and name[1] in "12345":
+        return DECISIONS[int(name[1]) - 1]
+    return name if is_kind(name) else "own:" + (re.sub(r"[^A-Za-z0-9_.\-/ ]", "_", name)[:64] or "_")
 
 
 def menu_problem(options: tuple[str, ...], propensities: tuple[float, ...], chosen: str = "") -> str:

@@ -159,6 +159,8 @@ class Gateway(_Section):
     """Further servers, by the model's name ([[gateway.upstreams]]); what fits none goes to ``upstream``."""
     policy: str = "policy"
     """The alias that clients put in ``model``; other models are passed through."""
+    decide_timeout_s: float = Field(0.5, gt=0)
+    """Where /v1/decide has no answer from serving after so long, the caller gets its default option."""
     timeout_s: float = Field(600.0, gt=0)
     """Without a byte from the upstream for so long, a call ends: 504."""
     upstream_key: SecretStr = SecretStr("")
@@ -361,6 +363,11 @@ class Learner(_Section):
     model: str = ""
     """Folder of a Hugging Face causal LM to train with LoRA, written just as the vLLM server at ``gateway.upstream`` got it;
     empty: the embedded policy (width, layers, heads, context, vocabulary)."""
+    decisions: bool = False
+    """Train and serve a decision policy instead of a policy of text: your agents ask the gateway's /v1/decide which option to take
+    (docs/decide.md). For agents whose LLM is closed. Of the embedded policy's sizes only width is used."""
+    decision_buckets: int = Field(4096, ge=64)
+    """Rows of the decision policy's embeddings: features are hashed, so more rows mean fewer that share one."""
     lora_rank: int = Field(8, ge=1, le=512)
     """At most vLLM's --max-lora-rank."""
     lora_alpha: int = Field(16, ge=1)
@@ -381,6 +388,11 @@ class Learner(_Section):
     """Mean difference (nats) between the learner's and serving's log-probabilities of a probe at which a version is
     refused, ten times that at one token. 0: by dtype, 0.001 for float32 and 0.06 for bfloat16; set it where the two differ in
     type."""
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether there is something to train and serve."""
+        return bool(self.vocabulary or self.model or self.decisions)
 
 
 class Kafka(_Section):
@@ -481,6 +493,17 @@ class Settings(BaseSettings):
                     f"{broker.strip()[:100]!r} is no broker: write host:port, several with commas between"
                 )
         return value
+
+    @model_validator(mode="after")
+    def _one_kind_of_policy(self) -> Settings:
+        if self.learner.decisions and (self.learner.model or self.learner.vocabulary):
+            raise ValueError(
+                "learner.decisions trains a decision policy, learner.model and learner.vocabulary one of text: a workspace has one "
+                "policy, so leave the others out"
+            )
+        if self.learner.decisions and self.serving.engine != "embedded":
+            raise ValueError("a decision policy (learner.decisions) is served by serving.engine = 'embedded'")
+        return self
 
     @model_validator(mode="after")
     def _units_need_words(self) -> Settings:

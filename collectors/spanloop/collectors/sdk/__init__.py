@@ -16,6 +16,7 @@ from spanloop.collectors.sdk._acts import (
     stop,
     tool,
 )
+from spanloop.collectors.sdk._decide import Decided, decide, decide_async
 from spanloop.collectors.sdk._failures import failures, raise_in_tests
 from spanloop.collectors.sdk._harness import runtime_versions
 from spanloop.collectors.sdk._instrumentor import SpanloopInstrumentor, instrument, uninstrument
@@ -25,6 +26,7 @@ from spanloop.collectors.sdk._propagation import ThreadPool, bind, extract, inje
 
 __all__ = [
     "Act",
+    "Decided",
     "Decision",
     "ModelCall",
     "Run",
@@ -34,6 +36,8 @@ __all__ = [
     "agent",
     "aggregate",
     "bind",
+    "decide",
+    "decide_async",
     "decision",
     "delegate",
     "extract",

@@ -50,7 +50,7 @@ def add_decision(
         if problem:
             failed(MENU_FAILED, f"propensities are unusable: {problem}")
         attributes[names.PROPENSITIES] = shares
-    if kind not in names.DECISIONS:
+    if not names.is_kind(kind):
         failed(MENU_FAILED, f"a decision is one of {', '.join(names.DECISIONS)}")
     elif choice and menu and choice not in menu:
         failed(MENU_FAILED, "the choice is not among the options")

@@ -11,10 +11,11 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from spanloop.learner.policy import Artifact, load_artifact
+from spanloop.learner.policy import load_artifact
 from spanloop.learner.signing import Trust
 from spanloop.learner.tokenizer import Tokenizer
 from spanloop.schemas.errors import SchemaError, StaleError, TransientError
@@ -39,7 +40,8 @@ class Adapter(msgspec.Struct):
 
     name: str
     path: Path
-    artifact: Artifact
+    artifact: Any
+    """Verified, of the server's kind of policy."""
     created_s: int
     used_s: float
 
@@ -49,6 +51,7 @@ class Adapters:
 
     Args:
         folder: Where versions are found by name on first use.
+        load: Reads and verifies an artifact, given its path and ``trust``.
         limit: Versions kept in memory.
         now_s: Monotonic seconds.
         wall_s: Seconds since the epoch, for ``created``.
@@ -60,6 +63,7 @@ class Adapters:
         self,
         folder: Path,
         *,
+        load: Callable[..., Any] = load_artifact,
         limit: int,
         now_s: Callable[[], float],
         wall_s: Callable[[], float],
@@ -67,6 +71,7 @@ class Adapters:
         trust: Callable[[], Trust | None] = lambda: None,
     ) -> None:
         self._folder = folder
+        self._load = load
         self._limit = limit
         self._now_s = now_s
         self._wall_s = wall_s
@@ -90,11 +95,11 @@ class Adapters:
             raise NotFound(f"The model `{name}` does not exist.", model=name)
         return folder
 
-    def read(self, path: Path) -> Artifact:
+    def read(self, path: Path) -> Any:
         """Read and verify an artifact (blocking; any thread). Raises NotFound, SchemaError."""
         if not path.is_dir():
             raise NotFound(f"No policy artifact at {path}.", path=str(path))
-        artifact = load_artifact(path, trust=self._trust())
+        artifact = self._load(path, trust=self._trust())
         if self._vocabulary is not None and artifact.tokenizer.hash != self._vocabulary.hash:
             raise SchemaError(
                 f"{path} was made with another vocabulary ({artifact.tokenizer.size} tokens) than learner.vocabulary "
@@ -102,7 +107,7 @@ class Adapters:
             )
         return artifact
 
-    def add(self, name: str, path: Path, artifact: Artifact) -> Adapter:
+    def add(self, name: str, path: Path, artifact: Any) -> Adapter:
         """Keep a version that was read. Raises AlreadyLoaded, TransientError when all memory is in use."""
         if name in self._by_name:
             raise AlreadyLoaded(

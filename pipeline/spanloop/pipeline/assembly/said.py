@@ -148,12 +148,20 @@ def add_said_events(work: Inference) -> None:
         return
     received, calls = _received(work), _CallsBy(work)
     carried_out: dict[int, list[int]] = defaultdict(list)
+    told_again: set[int] = set()
+    """Decisions that the gateway recorded and the program itself tells around them."""
     for i in acts.indices:
-        if (decision := acts.decision_of(i)) >= 0:
+        if (decision := acts.decision_of(i)) < 0:
+            continue
+        if tree.ops[i].call is not None:
+            told_again.add(i)
+        else:
             carried_out[decision].append(i)
     decided: dict[int, str] = {}
     for i in acts.indices:
         act = acts.act(i)
+        if i in told_again:
+            continue
         if act == "decision":
             starts = [tree.ops[done].start_ns for done in carried_out[i]]
             decided[i] = _decision(work, calls, i, starts)

@@ -43,7 +43,16 @@ from spanloop.pipeline.credit.cast import Cast
 from spanloop.pipeline.credit.leave_one_out import leave_one_out
 from spanloop.pipeline.credit.progress import Plain, StepValues
 from spanloop.pipeline.credit.reconcile import reconcile
-from spanloop.pipeline.credit.states import RAW, Encoder, State, by_token, has_menus, has_tokens, is_forced
+from spanloop.pipeline.credit.states import (
+    RAW,
+    Encoder,
+    State,
+    by_token,
+    has_menus,
+    has_tokens,
+    is_asked,
+    is_forced,
+)
 from spanloop.pipeline.credit.structural import Kept, estimate_steps, lessons_of, workers_of
 from spanloop.schemas.ids import policy_number
 from spanloop.schemas.orchestration import Agent, MenuOption, ModelCall
@@ -119,7 +128,11 @@ def lessons(cast: Cast, encode: Encoder = RAW) -> tuple[Lesson, ...]:
 
 
 def _valued(cast: Cast) -> list[ModelCall]:
-    """The orchestrator's turns that decided something; empty unless all that did not fail have tokens."""
+    """The orchestrator's turns that decided something; empty unless all that did not fail have tokens. Where it asks the policy
+    for decisions outright, these are the turns that decide: what a model of somebody else says in between is work like any other."""
+    asked = [call for call in cast.line if is_asked(call)]
+    if asked:
+        return [call for call in asked if has_tokens(call) and _decisions(call)]
     if all(has_tokens(call) or call.status == "error" for call in cast.line):
         return [call for call in cast.line if has_tokens(call) and _decisions(call)]
     return []

@@ -3,7 +3,9 @@
 Two kinds. A *token state* is what the policy saw and said so far: the prompt and the response up to a token. A *structural
 state* is a set of finished steps (turns, tool results, returns) of an orchestration without token ids.
 
-An ``Encoder`` turns token states into features. By default these are the ids themselves. A deployment that declares *units*
+An ``Encoder`` turns token states into features. By default these are the ids themselves. Of a decision asked outright
+(``schemas.decision_tokens``) they are what was known, the chosen option with what is known of it, and how many others there were of each
+description. A deployment that declares *units*
 (words that name interchangeable things, such as skills) gets features that are the same under a renaming of units: facts
 about the unit that the response names, about the one that a report is on, and about the others. The encoder is part of a
 value model, so that a recorded version says how states were read.
@@ -17,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
+from spanloop.schemas.decision_tokens import is_decision, read_decision
 from spanloop.schemas.orchestration import ModelCall
 
 __all__ = [
@@ -27,6 +30,7 @@ __all__ = [
     "by_token",
     "has_menus",
     "has_tokens",
+    "is_asked",
     "is_forced",
     "step_feature",
     "step_state",
@@ -65,6 +69,11 @@ def has_menus(call: ModelCall) -> bool:
         and len(call.menus) == len(call.response_token_ids)
         and all(len(menu) > 1 or (menu and menu[0].logprob >= SURE) for menu in call.menus)
     )
+
+
+def is_asked(call: ModelCall) -> bool:
+    """Whether a call is a decision asked of the policy outright, not a text of it."""
+    return is_decision(call.prompt_token_ids)
 
 
 def is_forced(call: ModelCall, index: int) -> bool:
@@ -121,6 +130,8 @@ class Encoder:
         >>> Encoder()((7, 3, 7), (3,))
         (6, 7, 14)
         """
+        if is_decision(prompt):
+            return _decided(prompt, response[-1] if response else -1)
         if self._units:
             return self._relational(prompt, response)
         base = self._prompts.get(prompt)
@@ -155,6 +166,20 @@ class Encoder:
 
     def _word(self, token: int) -> str:
         return self.words[token] if 0 <= token < len(self.words) else f"#{token}"
+
+
+@lru_cache(maxsize=PROMPTS_MAX)
+def _decided(prompt: tuple[int, ...], chosen: int) -> State:
+    """The state of a decision after an option was chosen; -1: before."""
+    decision = read_decision(prompt)
+    state = {2 * feature for feature in decision.state}
+    others: Counter[str] = Counter()
+    for option, details in zip(decision.options, decision.details, strict=True):
+        if option == chosen:
+            state |= {2 * part + 1 for part in (option, *details)}
+        else:
+            others["other:" + "&".join(map(str, details or (option,)))] += 1
+    return tuple(sorted(state | set(step_state(others.elements()))))
 
 
 def _bag(prompt: Sequence[int]) -> State:

@@ -126,12 +126,12 @@ def decisions_of(
 
 def _turns_that_went_on(content: OrchestrationContent, found: Sequence[DecisionObject]) -> list[Told]:
     """Turns of agents that answer, before their last one: not stopping is a decision, also where nobody told it. Agents whose
-    stop decisions were told have told all of them."""
+    stop decisions were told have told all of them. A call without any token is a decision that was asked, not a turn."""
     told = {item.agent_id for item in found if item.kind == "stop" and item.menu == "told"}
     entries = {agent.id: agent for agent in content.agents if not agent.parent_id and agent.id not in told}
     turns: dict[str, list[ModelCall]] = {}
     for call in sorted(content.calls, key=lambda c: (c.start_ns, c.id)):
-        if call.agent_id in entries:
+        if call.agent_id in entries and not (call.input_tokens == 0 and call.output_tokens == 0):
             turns.setdefault(call.agent_id, []).append(call)
     opened, closed = _delegations(content)
     ends = sorted((c.end_ns, (c.input_tokens or 0) + (c.output_tokens or 0)) for c in content.calls)

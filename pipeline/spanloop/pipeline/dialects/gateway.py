@@ -13,7 +13,9 @@ import msgspec
 
 from spanloop.pipeline.dialects import genai
 from spanloop.pipeline.dialects.fields import text
-from spanloop.pipeline.dialects.operation import GatewayFacts, Operation
+from spanloop.pipeline.dialects.operation import GatewayFacts, Operation, Said
+from spanloop.pipeline.dialects.spanloop_sdk import decision_told
+from spanloop.schemas import sdk_attributes as names
 from spanloop.schemas.spans import Span
 
 __all__ = ["NAME", "SCOPE", "SEALED_TOKENS", "UNFIT", "TokenArrays", "matches", "read", "token_arrays"]
@@ -67,6 +69,11 @@ def read(span: Span) -> Operation:
     if attributes.get("spanloop.response_id.repeated") is True:
         call = msgspec.structs.replace(call, response_id="")
         flags = (*flags, "repeated_response_id")
+    if attributes.get(names.ACT) == "decision":
+        decision, doubts = decision_told(attributes)
+        said = Said("decision", call=call.response_id, decision=decision)
+        operation = msgspec.structs.replace(operation, said=said)
+        flags = (*flags, *doubts)
     return msgspec.structs.replace(operation, flags=flags, call=call)
 
 

@@ -56,6 +56,7 @@ _KIND_OF_OPERATION = {
     "text_completion": "model_call",
     "completion": "model_call",
     "generate_content": "model_call",
+    "decide": "model_call",
     "execute_tool": "tool_call",
     "invoke_agent": "agent_run",
     "create_agent": "build",

@@ -17,7 +17,7 @@ from spanloop.schemas import sdk_attributes as names
 from spanloop.schemas.orchestration import Decision
 from spanloop.schemas.spans import Span
 
-__all__ = ["NAME", "matches", "read"]
+__all__ = ["NAME", "decision_told", "matches", "read"]
 
 NAME = "spanloop_sdk"
 
@@ -46,7 +46,7 @@ def read(span: Span) -> Operation:
         )
     elif kind == "message":
         fields["handover"] = Handover(target=_label(attributes.get(names.TARGET)), rule="said")
-    decision, doubts = _decision(attributes)
+    decision, doubts = decision_told(attributes)
     if attributes.get(names.TRUNCATED) is True:
         doubts = (*doubts, "truncated_attributes")
     fields["flags"] = tuple(dict.fromkeys((*fields["flags"], *doubts)))
@@ -62,9 +62,10 @@ def read(span: Span) -> Operation:
     return Operation(**fields)
 
 
-def _decision(attributes: dict[str, Any]) -> tuple[Decision | None, tuple[str, ...]]:
+def decision_told(attributes: dict[str, Any]) -> tuple[Decision | None, tuple[str, ...]]:
+    """The decision that a span tells, and flags of what is wrong with it."""
     kind = attributes.get(names.DECISION)
-    if kind not in names.DECISIONS:
+    if not isinstance(kind, str) or not names.is_kind(kind):
         return None, ()
     options = _labels(attributes.get(names.OPTIONS), names.OPTIONS_MAX)
     chosen = _label(attributes.get(names.CHOSEN))
