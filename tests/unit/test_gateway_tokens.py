@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spanloop.collectors.gateway_record import CallRecord, call_event
-from spanloop.collectors.gateway_stream import ChunkFolder, SseSplitter, event_data
+from spanloop.collectors.gateway_stream import ChunkFolder, SseSplitter, event_data, plain, with_data
 from spanloop.collectors.gateway_tokens import ask_for_tokens, call_tokens, strip_response
 from spanloop.collectors.redaction import Redactor
 from spanloop.schemas.events import decode, encode
@@ -275,3 +275,19 @@ def test_chunks_fold_into_the_response():
         {"content": [{"logprob": 0.0}]},
         "tool_calls",
     )
+
+
+@given(
+    st.lists(
+        st.sampled_from([b"data: ", b"data:", b"x", b"\n", b"\r\n", b"\n\n", b"event: a", b" ", b"\r"]),
+        max_size=6,
+    )
+)
+@settings(max_examples=500, deadline=None)
+def test_an_event_of_one_line_is_read_as_any_other(parts):
+    event = b"".join(parts)
+    lines = plain(event).split(b"\n")
+    told = [line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:")]
+    others = b"".join(line + b"\n" for line in lines if not line.startswith(b"data:"))
+    assert event_data(event) == (b"\n".join(told) if told else None)
+    assert with_data(event, b"[]") == others + b"data: []\n\n"

@@ -58,18 +58,27 @@ def plain(event: bytes) -> bytes:
     return event.replace(b"\r\n", b"\n").strip(b"\n")
 
 
+def _is_one_line(event: bytes) -> bool:
+    """Whether an event is ``data: `` and a text, as nearly all are."""
+    return event.startswith(b"data: ") and event.endswith(b"\n\n") and event.find(b"\n") == len(event) - 2
+
+
 def with_data(event: bytes, data: bytes) -> bytes:
     """An event with other data; its further fields stay.
 
     >>> with_data(b"event: a\\ndata: {}\\n\\n", b"[]")
     b'event: a\\ndata: []\\n\\n'
     """
+    if _is_one_line(event):
+        return b"data: " + data + b"\n\n"
     kept = [line for line in plain(event).split(b"\n") if not line.startswith(b"data:")]
     return b"".join(line + b"\n" for line in kept) + b"data: " + data + b"\n\n"
 
 
 def event_data(event: bytes) -> bytes | None:
     """The data of an event; None for comments and other fields."""
+    if _is_one_line(event):
+        return event[6:-2].removesuffix(b"\r")
     lines = [line[5:].removeprefix(b" ") for line in plain(event).split(b"\n") if line.startswith(b"data:")]
     return b"\n".join(lines) if lines else None
 
