@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import TypeVar
 from typing import cast as typed
 
@@ -21,6 +22,8 @@ from spanloop.schemas.orchestration import Agent, ModelCall, OrchestrationConten
 __all__ = ["UNATTRIBUTED", "Cast", "cast_of", "known_cast", "renewed", "role_of"]
 
 UNATTRIBUTED = "unattributed"
+_IN_TIME = attrgetter("start_ns", "id")
+"""Order of model calls."""
 
 
 class Cast(msgspec.Struct, frozen=True):
@@ -55,21 +58,17 @@ def cast_of(content: OrchestrationContent) -> Cast:
     """The cast of an orchestration."""
     agents = {agent.id: agent for agent in content.agents}
     turns: dict[str, list[ModelCall]] = {}
-    for call in sorted(content.calls, key=lambda c: (c.start_ns, c.id)):
+    for call in sorted(content.calls, key=_IN_TIME):
         owner = call.agent_id or UNATTRIBUTED
         if owner not in agents:
             agents[owner] = Agent(id=owner, name=owner, role=UNATTRIBUTED, started_ns=call.start_ns)
         turns.setdefault(owner, []).append(call)
-    everyone = sorted(agents.values(), key=lambda a: (a.started_ns, a.id))
+    everyone = sorted(agents.values(), key=attrgetter("started_ns", "id"))
     leading = _leading(everyone, turns)
     orchestrators = tuple(agent for agent in everyone if agent.id in leading)
     others = tuple(agent for agent in everyone if agent.id not in leading)
     tools, loose, status = _tools(content, turns)
-    line = tuple(
-        sorted(
-            (call for a in orchestrators for call in turns.get(a.id, ())), key=lambda c: (c.start_ns, c.id)
-        )
-    )
+    line = tuple(sorted([call for a in orchestrators for call in turns.get(a.id, ())], key=_IN_TIME))
     own_loose = {agent.id: loose[agent.id] for agent in orchestrators if agent.id in loose}
     return Cast(
         orchestrators,
@@ -137,7 +136,7 @@ def _merged(
     """An agent's turns after some went and some came."""
     gone, come = ([call for call in part if (call.agent_id or UNATTRIBUTED) == owner] for part in moved)
     left = [call for call in before if call not in gone] if gone else list(before)
-    return sorted((*left, *come), key=lambda c: (c.start_ns, c.id))
+    return sorted((*left, *come), key=_IN_TIME)
 
 
 _TELLING = frozenset({"tool_call", "tool_result", "spawn", "delegate"})
@@ -223,21 +222,25 @@ def _tools(
     by_turn: dict[str, list[OrchestrationEvent]] = {}
     loose: dict[str, list[OrchestrationEvent]] = {}
     results: dict[str, str] = {}
+    asked: list[OrchestrationEvent] = []
     for event in content.events:
-        if event.type == "tool_result":
+        kind = event.type
+        if kind == "tool_result":
             for span in event.evidence:
                 results.setdefault(span, event.status or "ok")
+        elif kind == "tool_call":
+            asked.append(event)
     status: dict[str, str] = {}
-    for event in content.events:
-        if event.type != "tool_call":
-            continue
-        found = next((results[span] for span in event.evidence if span in results), None)
-        if found is not None:
-            status[event.id] = found
-        own = turns.get(event.agent_id or UNATTRIBUTED, [])
+    for event in asked:
+        for span in event.evidence:
+            if span in results:
+                status[event.id] = results[span]
+                break
         if event.call_id in calls:
             by_turn.setdefault(event.call_id, []).append(event)
-        elif own:
+            continue
+        own = turns.get(event.agent_id or UNATTRIBUTED, [])
+        if own:
             before = [call for call in own if call.start_ns <= event.t_ns] or own[:1]
             by_turn.setdefault(before[-1].id, []).append(event)
         else:

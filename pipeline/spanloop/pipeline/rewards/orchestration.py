@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import pairwise
+from operator import attrgetter
 
 import msgspec
 
@@ -50,8 +52,14 @@ def critical_steps(stages: Sequence[Stage]) -> tuple[int, int]:
     >>> critical_steps([Stage(1), Stage(1, (5, 9, 4)), Stage(2, (3, 3)), Stage(1)])
     (17, 29)
     """
-    critical = sum(stage.main + max(stage.subs, default=0) for stage in stages)
-    total = sum(stage.main + sum(stage.totals or stage.subs) for stage in stages)
+    critical = total = 0
+    for stage in stages:
+        critical += stage.main
+        total += stage.main
+        if stage.subs:
+            critical += max(stage.subs)
+        if stage.totals or stage.subs:
+            total += sum(stage.totals or stage.subs)
     return critical, total
 
 
@@ -82,12 +90,14 @@ def work_and_span(weights: Mapping[str, int], after: Mapping[str, AbstractSet[st
     (16, 8)
     """
     followers: dict[str, list[str]] = {}
-    missing: dict[str, int] = {}
-    for node in weights:
-        sources = [source for source in after.get(node, ()) if source in weights]
-        missing[node] = len(sources)
+    missing = dict.fromkeys(weights, 0)
+    for node, sources in after.items():
+        if node not in weights:
+            continue
         for source in sources:
-            followers.setdefault(source, []).append(node)
+            if source in weights:
+                missing[node] += 1
+                followers.setdefault(source, []).append(node)
     longest = dict.fromkeys(weights, 0)
     ready = [node for node, count in missing.items() if count == 0]
     span = 0
@@ -126,10 +136,10 @@ def _family(content: OrchestrationContent) -> _Family:
     known = {agent.id for agent in content.agents}
     strangers = sorted({call.agent_id or "unattributed" for call in content.calls} - known)
     calls: dict[str, list[ModelCall]] = {}
-    for call in sorted(content.calls, key=lambda c: (c.start_ns, c.id)):
+    for call in sorted(content.calls, key=attrgetter("start_ns", "id")):
         calls.setdefault(call.agent_id or "unattributed", []).append(call)
     children: dict[str, list[Agent]] = {}
-    for agent in sorted(content.agents, key=lambda a: (a.started_ns, a.id)):
+    for agent in sorted(content.agents, key=attrgetter("started_ns", "id")):
         parent = agent.parent_id if agent.parent_id in known and agent.parent_id != agent.id else ""
         children.setdefault(parent, []).append(agent)
     children.setdefault("", []).extend(Agent(name, name) for name in strangers)
@@ -153,6 +163,14 @@ def _stages_of(family: _Family) -> list[Stage]:
     return stages
 
 
+def _critical_of(agent: Agent, family: _Family, above: frozenset[str]) -> tuple[int, int]:
+    """``critical_steps`` of an agent's stages; one that started nobody has a single stage."""
+    if agent.id not in family.children:
+        alone = len(family.calls.get(agent.id, ())) or 1
+        return alone, alone
+    return critical_steps(_stages(agent, family, above))
+
+
 def _stages(agent: Agent, family: _Family, above: frozenset[str]) -> list[Stage]:
     turns = family.calls.get(agent.id, [])
     index = {call.id: i for i, call in enumerate(turns)}
@@ -169,9 +187,7 @@ def _stages(agent: Agent, family: _Family, above: frozenset[str]) -> list[Stage]
     for at in range(-1, len(turns)):
         main += at >= 0
         if at in groups:
-            pairs = [
-                critical_steps(_stages(child, family, above | {agent.id, child.id})) for child in groups[at]
-            ]
+            pairs = [_critical_of(child, family, above | {agent.id, child.id}) for child in groups[at]]
             stages.append(Stage(main, tuple(c for c, _ in pairs), tuple(t for _, t in pairs)))
             main = 0
     return [*stages, Stage(main)] if main else stages
@@ -223,8 +239,9 @@ def _work_graph(content: OrchestrationContent, family: _Family) -> tuple[dict[st
         elif not calls:
             weights[chains[agent.id][0]] = 0
         for call in calls:
-            weights[call.id] = max(0, call.end_ns - call.start_ns)
-        for earlier, later in zip(chains[agent.id], chains[agent.id][1:], strict=False):
+            spent = call.end_ns - call.start_ns
+            weights[call.id] = spent if spent > 0 else 0
+        for earlier, later in pairwise(chains[agent.id]):
             after.setdefault(later, set()).add(earlier)
     for agent in content.agents:
         if agent.parent_id not in chains or agent.parent_id == agent.id:
