@@ -9,6 +9,7 @@ import threading
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from serving_support import settings_of
 from vllm_support import WORDS, write_lora
 
 from spanloop.collectors.gateway_targets import upstream_urls
+from spanloop.learner.audit import Audit
+from spanloop.learner.deployment import Deployment
+from spanloop.learner.model import Tolerance
 from spanloop.learner.serving.http import HttpServing
 from spanloop.learner.serving.lora_files import WEIGHTS, check_lora
 from spanloop.learner.serving.vllm import VllmServing, serving_of, serving_urls
@@ -216,6 +220,53 @@ def test_case_37_one_of_two_servers_keeps_the_old_weights(pair, lora):
     with pytest.raises(SchemaError, match="no such model"):
         serving.load("policy@v8", folder)
     assert list(a.loaded) == list(b.loaded) == ["policy@v7"]
+
+
+class _Weights:
+    """What the learner's own numbers for a version are, by the stub's rule."""
+
+    config = SimpleNamespace(vocabulary_size=50, context=8)
+    tolerance = Tolerance(1e-3, 1e-2)
+
+    def __init__(self, version):
+        self.version = version
+
+    def probe(self, prompts):
+        return [[-0.01 * (self.version + t + n) for n, t in enumerate(p[1:], 1)] for p in prompts]
+
+
+def test_an_audit_finds_what_servers_answer_for_a_version_later(pair, lora):
+    a, b, serving = pair
+    folders = {version: lora(version) for version in (7, 8)}
+    deployment = Deployment(serving, "policy", net=_Weights, folder=folders.__getitem__)  # type: ignore[arg-type]
+    assert all(deployment.ensure(version) for version in folders)
+    audit, raised = Audit(deployment, "policy", every_s=60, place=None), []
+
+    def at(second):
+        raised.clear()
+        assert audit.step({8}, {7, 8}, second * 10**9, raised.append)
+        return [m.reason for m in raised]
+
+    assert at(0) == []
+    assert not audit.step({8}, {7, 8}, 59 * 10**9, raised.append)
+    b.weights["policy@v8"] = "policy@v7"  # one was restarted with other files
+    (reason,) = at(60)
+    assert "policy@v8 cannot be shown to serve: " in reason
+    assert "answers differently" in reason
+    a.weights["policy@v8"] = "policy@v7"
+    (reason,) = at(120)
+    assert (
+        "what serves as policy@v8 answers as policy@v7 does: its log-probabilities differ by 0.01 nats"
+        in reason
+    )
+    a.weights["policy@v8"] = b.weights["policy@v8"] = "policy@v99"
+    (reason,) = at(180)
+    assert "answers as no known version does" in reason
+    a.weights.clear()
+    b.weights.clear()
+    b.loaded.clear()  # restarted without any: loaded again by its name
+    assert at(240) == []
+    assert b.loaded == {"policy@v8": str(folders[8])}
 
 
 def test_a_server_that_is_away_is_found_out_before_anything_changes(lora):

@@ -231,8 +231,20 @@ def _serving_line(state: PromotionState, name: str) -> str:
     lines = ["serving: " + ", ".join(parts) + ("; frozen" if state.frozen else "")]
     for alarm in state.sentinels:
         lines.append(f"frozen by {alarm.reason}")
-        lines.append(f"  such as {', '.join(alarm.orchestrations)}; `spanloop policies unfreeze` accepts it")
+        such = f"such as {', '.join(alarm.orchestrations)}; " if alarm.orchestrations else ""
+        lines.append(f"  {such}`spanloop policies unfreeze` accepts it")
     return "\n".join(lines)
+
+
+def _audited(workspace: Path, version: int, policy: str) -> str:
+    """What the last audit of a served version found; empty: it was not in routing then."""
+    from spanloop.learner.audit import read_audit
+
+    found = read_audit(workspace).get(version)
+    if found is None:
+        return ""
+    when = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(found.at_ns / 1e9))
+    return f"{found.told(policy)}, audited {when}"
 
 
 @policies.command()
@@ -260,6 +272,7 @@ def show(context: click.Context, version: str) -> None:
     workspace = place.settings.workspace
     row = {
         **_row(state, number),
+        "served": _audited(workspace, number, place.settings.gateway.policy),
         "signed_by": signed_by(workspace / state.versions[number].path, trust_of(workspace)),
     }
     if place.as_json:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from spanloop.learner.model import Policy, Tolerance
@@ -18,7 +19,7 @@ from spanloop.learner.serving.port import ServingPort
 from spanloop.schemas.errors import SchemaError, SpanloopError, StaleError
 from spanloop.schemas.ids import policy_name
 
-__all__ = ["DRAIN_S", "Deployment", "probe_prompts"]
+__all__ = ["DRAIN_S", "Deployment", "Fit", "probe_prompts"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -30,6 +31,19 @@ def probe_prompts(vocabulary_size: int, context: int) -> list[list[int]]:
     """Four fixed token sequences that touch the whole vocabulary's embedding by chance, the same for every version."""
     rng = np.random.default_rng(20)
     return [rng.integers(0, vocabulary_size, min(context, 16)).tolist() for _ in range(4)]
+
+
+class Fit(msgspec.Struct, frozen=True):
+    """How far serving's answers are from a version's weights, nats."""
+
+    mean: float
+    largest: float
+    allowed: Tolerance
+
+    @property
+    def good(self) -> bool:
+        """Within what is allowed; false for what is not a number."""
+        return self.mean <= self.allowed.mean and self.largest <= self.allowed.largest
 
 
 class Deployment:
@@ -84,13 +98,40 @@ class Deployment:
         net = self._net(version)
         prompts = probe_prompts(net.config.vocabulary_size, net.config.context)
         serving.load(name, self._folder(version).resolve())
-        mean, largest = _difference(serving.probe(name, prompts), net.probe(prompts))
-        allowed = self._tolerance or net.tolerance
-        if not (mean <= allowed.mean and largest <= allowed.largest):
+        fit = self._compare(serving.probe(name, prompts), net, prompts)
+        if not fit.good:
             raise SchemaError(
-                f"its probe differs by {largest:.2g} nats from the weights (mean {mean:.2g}; allowed {allowed.largest:.2g} and "
-                f"{allowed.mean:.2g}); where serving computes in another type, set learner.probe_tolerance"
+                f"its probe differs by {fit.largest:.2g} nats from the weights (mean {fit.mean:.2g}; allowed {fit.allowed.largest:.2g} "
+                f"and {fit.allowed.mean:.2g}); where serving computes in another type, set learner.probe_tolerance"
             )
+
+    def fit(self, version: int, weights: int) -> Fit | None:
+        """What serves as ``version`` now against the weights of version ``weights``; None: it is not loaded by us.
+
+        A server that was restarted since is asked to load it first.
+
+        Raises:
+            SchemaError: serving refuses it, or its replicas answer differently.
+            TransientError: serving cannot be reached.
+        """
+        if self._serving is None or version not in self._verified:
+            return None
+        name = policy_name(self._policy, version)
+        net = self._net(weights)
+        prompts = probe_prompts(net.config.vocabulary_size, net.config.context)
+        try:
+            served = self._serving.probe(name, prompts)
+        except SchemaError:
+            try:
+                self._serving.load(name, self._folder(version).resolve())
+            except StaleError as exc:
+                raise SchemaError(exc.message) from exc
+            served = self._serving.probe(name, prompts)
+        return self._compare(served, net, prompts)
+
+    def _compare(self, served: Sequence[Sequence[float]], net: Policy, prompts: list[list[int]]) -> Fit:
+        mean, largest = _difference(served, net.probe(prompts))
+        return Fit(mean, largest, self._tolerance or net.tolerance)
 
     def drain(self, named: Collection[int], now_s: float) -> None:
         """Unload versions that have not been in ``named`` for ``DRAIN_S``."""

@@ -9,6 +9,7 @@ before routing names it; where serving refuses a version, routing stays as it is
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import OrderedDict
@@ -21,6 +22,7 @@ import torch
 
 from spanloop.learner import promotion
 from spanloop.learner.artifact import Origin, code_version, signer_of
+from spanloop.learner.audit import SENTINEL, Audit, Mismatch
 from spanloop.learner.checkpoint import BatchReport
 from spanloop.learner.deployment import Deployment
 from spanloop.learner.evaluation import Evaluation
@@ -64,6 +66,8 @@ __all__ = ["Promoter"]
 _LOG = logging.getLogger(__name__)
 
 NETS_MAX = 16
+ATTEMPTS_MAX = 1000
+"""Times that one mismatch can be raised again in one champion's time."""
 RECHECK_S = 10.0
 """Where MLflow's aliases point is asked again after this long."""
 _BOUND = 10**9
@@ -139,6 +143,42 @@ class Promoter:
                 raised.reason,
                 ", ".join(raised.orchestrations),
             )
+
+    def audit(self, audit: Audit) -> None:
+        """Audit what routing names, where it is time; a version that does not fit freezes. Raises nothing that may be retried."""
+        routing, now_ns = self.state.routing, self._clock.now_ns()
+        if routing is None:
+            return
+        named = {routing.champion, routing.learner, routing.canary} - {-1}
+        if audit.step(named, self.state.versions, now_ns, self._misserved) and audit.last:
+            worst = max(audit.last.values(), key=lambda a: a.mean)
+            metrics = {
+                "served.difference": worst.mean,
+                "served.mismatches": sum(not a.fits for a in audit.last.values()),
+            }
+            with contextlib.suppress(TransientError):  # a figure for people; what counts is on the log
+                self._registry.measure(metrics, step=self.state.newest)
+
+    def _misserved(self, mismatch: Mismatch) -> None:
+        if self.state.frozen and any(s.sentinel == SENTINEL for s in self.state.sentinels):
+            return
+        found = mismatch.found
+        for attempt in range(ATTEMPTS_MAX):
+            event = SentinelRaised(
+                **self._names,
+                sentinel=SENTINEL,
+                version=found.version,
+                epoch=self.state.epoch,
+                value=found.mean,
+                reference=0.0,
+                limit=found.allowed_mean,
+                orchestrations=(),
+                reason=mismatch.reason,
+                attempt=attempt,
+            )
+            if self.append(event):
+                _LOG.warning("frozen by %s", mismatch.reason)
+                return
 
     def append(self, event: PolicyEvent) -> bool:
         """Append an event and fold the topic; False when its place was taken already (the state then says by what)."""

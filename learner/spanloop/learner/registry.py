@@ -65,6 +65,10 @@ class Registry(Protocol):
         """Version that an alias points at, -1 when it is not set."""
         ...
 
+    def measure(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Keep figures that belong to no new version."""
+        ...
+
 
 class MemoryRegistry:
     """A registry for tests and experiments without MLflow."""
@@ -72,6 +76,7 @@ class MemoryRegistry:
     def __init__(self) -> None:
         self.versions: dict[int, dict[str, Any]] = {}
         self.aliases: dict[str, int] = {}
+        self.measured: list[tuple[int, dict[str, float]]] = []
 
     def register(
         self,
@@ -92,6 +97,9 @@ class MemoryRegistry:
 
     def pointed(self, alias: str) -> int:
         return self.aliases.get(alias, -1)
+
+    def measure(self, metrics: Mapping[str, float], *, step: int) -> None:
+        self.measured.append((step, dict(metrics)))
 
 
 def tracking_uri(setting: str, workspace: Path) -> str:
@@ -189,6 +197,16 @@ class MlflowRegistry:
             return int(found.tags.get(VERSION_TAG, -1))
 
         return self._guard(f"read the alias {alias}", call)
+
+    def measure(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Keep figures. See ``Registry``."""
+
+        def call() -> None:
+            client, run = self._open()
+            for name, value in metrics.items():
+                client.log_metric(run, name, float(value), step=step)
+
+        self._guard("log figures", call)
 
     # ------------------------------------------------------------ inside
 

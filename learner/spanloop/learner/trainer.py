@@ -26,6 +26,8 @@ from typing import Any
 
 import click
 
+from spanloop.learner.audit import FILE as AUDIT_FILE
+from spanloop.learner.audit import Audit
 from spanloop.learner.checkpoint import BatchReport
 from spanloop.learner.decision_policy import DecisionConfig, DecisionNet
 from spanloop.learner.evaluation import Evaluation
@@ -148,6 +150,12 @@ class Learner:
         watch = Watch(window=section.sentinel_window, confidence=section.sentinel_confidence)
         place = settings.workspace / "sentinels.json"
         self._patrol = Patrol(log, settings.tenant, watch, place) if section.sentinels else None
+        self._audit = Audit(
+            self.promoter.deployment,
+            self._policy,
+            every_s=section.audit_s,
+            place=settings.workspace / AUDIT_FILE,
+        )
         self._initial = net
         self._unsaved = False
         self._trained_to = -1
@@ -192,6 +200,7 @@ class Learner:
         promoter.sync()
         self._measure()
         self._watch_over(unfrozen=frozen and not promoter.state.frozen)
+        promoter.audit(self._audit)
         waiting: list[TransientError] = []
         for part in (
             self._register,

@@ -26,6 +26,7 @@ from spanloop.pipeline.workspace import SERVERS, check_port, read_run, running
 from spanloop.schemas import topics
 from spanloop.schemas.errors import SpanloopError
 from spanloop.schemas.events import CreditAssigned, decode
+from spanloop.schemas.ids import policy_name
 from spanloop.schemas.settings import Settings
 
 __all__ = ["EXAMINED", "RECORDS_MAX", "Check", "Diagnosis", "dead_letter_checks", "diagnose", "lines"]
@@ -81,6 +82,7 @@ def diagnose(settings: Settings) -> Diagnosis:
         *log_checks,
         *_port_checks(settings),
         *_package_checks(settings),
+        *_served_checks(settings),
     ]
     return found
 
@@ -215,6 +217,33 @@ def _port_checks(settings: Settings) -> Iterator[Check]:
             yield Check(f"port {name}", "fail", problem)
         else:
             yield Check(f"port {name}", "ok", f"{section.host}:{section.port or 'any'} is free")
+
+
+class _Audited(msgspec.Struct):
+    version: int
+    fits: bool
+
+
+def _served_checks(settings: Settings) -> Iterator[Check]:
+    """What the learner's last audit of the served versions found."""
+    try:
+        audited = msgspec.json.decode((settings.workspace / "audit.json").read_bytes(), type=list[_Audited])
+    except FileNotFoundError:
+        return
+    except (OSError, msgspec.DecodeError) as exc:
+        yield Check("served version", "warn", f"audit.json cannot be read: {exc}")
+        return
+    names = [policy_name(settings.gateway.policy, one.version) for one in audited]
+    wrong = [policy_name(settings.gateway.policy, one.version) for one in audited if not one.fits]
+    if wrong:
+        yield Check(
+            "served version",
+            "fail",
+            f"what serves as {', '.join(wrong)} does not answer as its weights do (`spanloop policies show N`): restart that "
+            "server, then `spanloop policies unfreeze`",
+        )
+    elif names:
+        yield Check("served version", "ok", f"{', '.join(names)}: log-probabilities are those of the weights")
 
 
 def _package_checks(settings: Settings) -> Iterator[Check]:

@@ -541,7 +541,7 @@ class SentinelRaised(PolicyEvent, frozen=True, omit_defaults=True, tag="sentinel
     unfreezes."""
 
     sentinel: str
-    """length_drift, spawn_spam, ... (learner/sentinels/signals.py)."""
+    """length_drift, spawn_spam, ... (learner/sentinels/signals.py), or served_version (learner/audit.py)."""
     version: int
     """Newest version among the orchestrations that it is about."""
     epoch: int
@@ -552,10 +552,13 @@ class SentinelRaised(PolicyEvent, frozen=True, omit_defaults=True, tag="sentinel
     orchestrations: tuple[str, ...]
     """Some that moved it most."""
     reason: str
+    attempt: int = 0
+    """Raised so many times before in this champion's time, and accepted."""
 
     @property
     def event_id(self) -> str:
-        return digest("sentinel", self.tenant, self.policy, self.sentinel, self.version, self.epoch)
+        again = (self.attempt,) if self.attempt else ()
+        return digest("sentinel", self.tenant, self.policy, self.sentinel, self.version, self.epoch, *again)
 
 
 class SubjectErased(PolicyEvent, frozen=True, omit_defaults=True, tag="subject_erased", kw_only=True):

@@ -344,6 +344,8 @@ class Learner(_Section):
     """Orchestrations that are compared with as many at the beginning."""
     sentinel_confidence: float = Field(0.9999, gt=0.5, lt=1)
     """Of each look at each signal."""
+    audit_s: float = Field(60.0, ge=0)
+    """Seconds between two audits of what serves: log-probabilities of the served versions against their weights; 0: none."""
     canary_share: float = Field(0.25, gt=0, le=0.5)
     canary_confidence: float = Field(0.95, gt=0.5, lt=1)
     canary_min: int = Field(50, ge=2)
