@@ -75,6 +75,7 @@ def test_what_the_stream_published_is_the_replay(stream, plain):
     recorded = published_set(settings, store, settings.workspace / "replays")
     found = diff(recorded, plain)
     assert found.equal, lines(found)
+    assert found.a.definitions == found.b.definitions != ()
     assert (found.same, found.a.credited, found.b.credited) == (12, 12, 12)
     assert found.taught == []
     before = (recorded.folder / "manifest.json").stat().st_mtime_ns
@@ -110,6 +111,9 @@ def test_a_known_change_of_rewards(plain, paid):
     assert (taught.role, taught.added, taught.removed, taught.changed) == ("lead", 0, 0, 14)
     assert taught.after > taught.before
     text = "\n".join(lines(found))
+    (plain_terms,), (paid_terms,) = found.a.definitions, found.b.definitions
+    assert plain_terms != paid_terms
+    assert paid_terms in text, "under which definitions a value was computed"
     assert "7 with other credit" in text
     assert "what the learner would be taught" in text
 

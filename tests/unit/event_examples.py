@@ -121,6 +121,7 @@ _reward = e.Reward(
     estimator="outcome/1",
     weight=1_000_000,
     scaffold=True,
+    inputs_hash="1e" * 8,
     evidence=("fb-1",),
 )
 _sample = e.Sample(
@@ -184,6 +185,7 @@ EXAMPLES: tuple[e.Event, ...] = (
         rewards=(_reward,),
         team=530_001,
         status="corrected",
+        definitions="0f" * 8,
     ),
     e.CreditAssigned(
         **_ours,

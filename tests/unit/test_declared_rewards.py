@@ -93,10 +93,154 @@ def test_individual_outcomes_by_agent() -> None:
         750_000,
         500_000,
         "individual/1",
-        "final",
-    )
+        "corrected",
+    ), "a final score was replaced"
     assert found.team == MICRO + 375_000
     assert of(composed(name="individual/1", weight=0.5), "R2")[0].status == "missing"
+
+
+def test_the_mean_of_all_agents_waits_for_all() -> None:
+    """A scorer who only scores the good ones cannot raise it; the lead's outcome is the team's."""
+    some = [told("agent_outcome", "span-w1", 1.0), told("agent_outcome", "resp-c2", 0.5)]
+    partly = composed(*some, name="individual/2", weight=0.5)
+    assert of(partly, "R2")[0].status == "missing"
+    assert partly.team == MICRO
+    assert len(of(partly, "R2", "agent")) == 2
+    whole = composed(*some, told("agent_outcome", "span-v", 0.0), name="individual/2", weight=0.5)
+    assert (of(whole, "R2")[0].value, of(whole, "R2")[0].status) == (500_000, "final")
+    writers = {"name": "individual/2", "weight": 0.5, "options": {"roles": ["writer"]}}
+    only = composed(*some, told("agent_outcome", "span-v", 0.0), **writers)
+    assert of(only, "R2")[0].value == 750_000
+
+
+@pytest.mark.parametrize(
+    ("term", "early", "late"),
+    [
+        ({"name": "individual/1"}, [("agent_outcome", "span-w1", 1.0)], ("agent_outcome", "span-w2", 0.0)),
+        ({"name": "individual/2", "options": {"roles": ["checker"]}}, [("agent_outcome", "span-v", 1.0)], ("agent_outcome", "resp-c3", 0.0)),
+        ({"name": "rubric/1", "options": {"role": "writer", "items": {"clarity": 2, "sources": 1}}}, [("clarity", "span-w1", 1.0)],
+         ("sources", "span-w1", 0.0)),
+        ({"name": "verdict/1"}, [("verdict", "span-v", 0.9)], ("verdict", "resp-c3", 0.1)),
+    ],
+)  # fmt: skip
+def test_what_comes_late_corrects(term: dict[str, Any], early: Any, late: Any) -> None:
+    """A late judge is a correction, of the channel and, where it is paid, of the team; what came at one time is not."""
+    first = [told(*one, 1) for one in early]
+    settled = composed(*first, weight=0.5, **term)
+    corrected = composed(*first, told(*late, 2), weight=0.5, **term)
+    together = composed(*first, told(*late, 1), weight=0.5, **term)
+    family = of(settled, "R2") or of(settled, "R3") or of(settled, "R6")
+    name = family[0].family
+    assert [of(f, name)[0].status for f in (settled, corrected, together)] == ["final", "corrected", "final"]
+    assert [f.status for f in (settled, corrected, together)] == ["final", "corrected", "final"]
+    assert of(corrected, name)[0].value == of(together, name)[0].value != of(settled, name)[0].value
+    unpaid = composed(*first, told(*late, 2), weight=0.0, **term)
+    assert (of(unpaid, name)[0].status, unpaid.status) == ("corrected", "final")
+
+
+def test_a_corrected_outcome_corrects_what_was_scored_against_it() -> None:
+    term = {"name": "verdict/1", "weight": 0.5}
+    again = FeedbackReceived(
+        feedback_id="again", target_kind="trace", target_id="x", value=0.0, scorer="s", observed_ns=9
+    )
+    found = composed(told("verdict", "span-v", 0.9), again, **term)
+    assert of(found, "R6")[0].status == "corrected"
+    assert {r.status for r in of(found, "R5", "tool_call")} == {"corrected"}
+    early = msgspec.structs.replace(again, final=False)
+    assert of(composed(told("verdict", "span-v", 0.9), early, **term), "R6")[0].status == "provisional"
+
+
+def test_nothing_made_of_an_incomplete_orchestration_is_final() -> None:
+    settings = load_settings(flags={"pipeline": {"rewards": [{"name": "individual/1"}]}}).pipeline
+    feedback = [OUTCOME, told("agent_outcome", "span-w1", 1.0)]
+    found = compose(CONTENT, feedback, complete=False, terms=RewardTerms.of(settings))
+    assert {r.status for r in found.rewards if r.family != "R1"} == {"provisional"}
+
+
+ALL_TERMS = [
+    {"name": "individual/1", "weight": 0.2},
+    {"name": "individual/2", "weight": 0.2},
+    {"name": "rubric/1", "weight": 0.1, "options": {"role": "writer", "items": {"clarity": 1, "sources": 3}}},
+    {"name": "verdict/1", "weight": 0.3},
+    {"name": "milestones/1", "options": {"tools": ["search", "write"]}},
+]
+
+
+def test_every_value_says_what_it_was_made_from() -> None:
+    feedback = [
+        OUTCOME, told("agent_outcome", "span-w1", 0.1), told("clarity", "span-w1", 0.7), told("verdict", "span-v", 0.6),
+        told("draft", "span-v", 0.6), told("tone", "resp-c2", 0.2),
+    ]  # fmt: skip
+    terms = RewardTerms.of(load_settings(flags={"pipeline": {"rewards": ALL_TERMS}}).pipeline)
+    found = compose(CONTENT, feedback, complete=True, terms=terms)
+    assert {r.family for r in found.rewards if r.value is not None} >= {
+        "R1",
+        "R2",
+        "R3",
+        "R4",
+        "R5",
+        "R6",
+        "R7",
+    }
+    for item in found.rewards:
+        assert bool(item.inputs_hash) == (item.value is not None), item
+        assert item.estimator
+    assert found.definitions == terms.definitions != ""
+
+
+SCORES = st.lists(
+    st.tuples(
+        st.sampled_from(["agent_outcome", "clarity", "sources", "verdict"]),
+        st.sampled_from(["span-w1", "span-w2", "span-v", "resp-c2", "nobody"]),
+        st.sampled_from([0.0, 0.25, 1.0]),
+        st.integers(1, 3),
+        st.booleans(),
+    ),
+    max_size=6,
+)
+
+
+def _composed_of(worlds: list[tuple[str, Any, bool]]) -> Any:
+    terms = RewardTerms.of(load_settings(flags={"pipeline": {"rewards": ALL_TERMS}}).pipeline)
+    for status, scores, good in worlds:
+        events = [
+            msgspec.structs.replace(e, status=status) if e.type == "tool_result" else e
+            for e in CONTENT.events
+        ]
+        content = msgspec.structs.replace(CONTENT, events=tuple(events))
+        outcome = msgspec.structs.replace(OUTCOME, feedback_id=f"out{good}", value=float(good))
+        feedback = [
+            told(channel, target, value, number * 10 + int(value * 4), final=final)
+            for channel, target, value, number, final in scores
+        ]
+        yield compose(content, [outcome, *feedback], complete=True, terms=terms)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["ok", "error"]), SCORES, st.booleans()), min_size=2, max_size=6))
+def test_equal_inputs_are_equal_values(worlds: list[tuple[str, Any, bool]]) -> None:
+    seen: dict[tuple[str, ...], int | None] = {}
+    for found in _composed_of(worlds):
+        for item in found.rewards:
+            key = (item.name, item.unit, item.unit_id, item.estimator, item.inputs_hash)
+            if item.value is not None:
+                assert seen.setdefault(key, item.value) == item.value
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tool_price": 0.1}, {"outcome_floor": 0.5}, {"parallel_weight": 0.1}, {"rewards": ALL_TERMS[:4]},
+        {"rewards": [*ALL_TERMS[:-1], {"name": "milestones/1", "options": {"tools": ["search"]}}]},
+        {"rewards": [{**ALL_TERMS[0], "schedule": "linear"}, *ALL_TERMS[1:]]},
+    ],
+)  # fmt: skip
+def test_another_definition_has_another_digest(change: dict[str, Any]) -> None:
+    def digest(pipeline: dict[str, Any]) -> str:
+        return RewardTerms.of(load_settings(flags={"pipeline": pipeline}).pipeline).definitions
+
+    base = {"rewards": ALL_TERMS}
+    assert digest(base) == digest(base) == digest({**base, "holdout": 0.2})
+    assert digest({**base, **change}) != digest(base)
 
 
 def test_rubrics_weigh_what_was_answered() -> None:

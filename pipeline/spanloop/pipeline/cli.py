@@ -286,6 +286,10 @@ def _print_verified(found: Verified) -> None:
     ):
         if count:
             click.echo(f"  not compared: {count} {text}")
+    if found.other_definitions:
+        click.echo(
+            f"  {found.other_definitions} rewards were recorded under other definitions than the settings have now"
+        )
     if found.differences:
         click.echo(
             "  were the settings of [pipeline], or spanloop's version, changed since? verify replays with those of now; "

@@ -178,6 +178,7 @@ def finish_draft(draft: Draft, complete: bool, settings: Pipeline) -> Signal:
         rewards=composite.rewards,
         team=composite.team,
         status=composite.status,
+        definitions=composite.definitions,
     )
     if draft.cast is None or draft.estimates is None or composite.team is None:
         return Signal(rewards, None, None)

@@ -132,8 +132,8 @@ TABLES: dict[str, Table] = {
         ),
         _table(
             "rewards", topics.REWARDS, **_LEDGER, family=_STR, name=_STR, unit=_STR, unit_id=_STR, value=_FLOAT,
-            value_micro=_INT, status=_STR, estimator=_STR, weight=_FLOAT, scaffold=_BOOL, evidence=_STRS, team=_FLOAT,
-            team_micro=_INT, team_status=_STR, computed=_TIME,
+            value_micro=_INT, status=_STR, estimator=_STR, weight=_FLOAT, scaffold=_BOOL, evidence=_STRS,
+            inputs_hash=_STR, team=_FLOAT, team_micro=_INT, team_status=_STR, definitions=_STR, computed=_TIME,
         ),
         _table(
             "credits", topics.CREDITS, **_LEDGER, reward=_FLOAT, baseline=_FLOAT, value_model=_STR, node=_STR, unit=_STR,

@@ -19,7 +19,7 @@ import msgspec
 from spanloop.pipeline.log.memory import MemoryLog
 from spanloop.pipeline.log.scan import scan
 from spanloop.pipeline.ports import Appended, Clock, Log, LogRecord, NewRecord, StateStore
-from spanloop.pipeline.replay.hashes import credit_hash, rewards_hash
+from spanloop.pipeline.replay.hashes import credit_hash, rewards_hash, same_inputs
 from spanloop.pipeline.runtimes.embedded import run_to_end
 from spanloop.pipeline.state.memory import MemoryState
 from spanloop.schemas import topics
@@ -57,7 +57,7 @@ class Difference(msgspec.Struct, frozen=True):
     tenant: str
     orchestration_id: str
     what: str
-    """orchestration, rewards or credit; missing: only on the log; extra: only in the replay."""
+    """orchestration, rewards, inputs of rewards, or credit; missing: only on the log; extra: only in the replay."""
     recorded: str = ""
     replayed: str = ""
 
@@ -68,6 +68,8 @@ class Verified(msgspec.Struct):
     orchestrations: int = 0
     """Last revisions compared."""
     rewards: int = 0
+    other_definitions: int = 0
+    """Of these recorded under other reward definitions than the settings have now."""
     credits: int = 0
     equal: int = 0
     """Orchestrations of which everything compared is equal."""
@@ -310,11 +312,15 @@ def _compare_derived(
             model=models.get(name),
         )  # fmt: skip
         found.rewards += 1
-        hashes = rewards_hash(rewards.get(key)), rewards_hash(again.rewards)
-        _compare(found, key, "rewards", hashes)
+        recorded = rewards.get(key)
+        _compare(found, key, "rewards", (rewards_hash(recorded), rewards_hash(again.rewards)))
+        if recorded is not None and recorded.definitions:
+            found.other_definitions += recorded.definitions != again.rewards.definitions
         if erased:
             found.erased += 1
             continue
+        if recorded is not None and not same_inputs(recorded, again.rewards):
+            found.differences.append(Difference(*key, "inputs of rewards"))
         if credit is not None or again.credit is not None:
             found.credits += 1
             _compare(found, key, "credit", (credit_hash(credit), credit_hash(again.credit)))

@@ -189,6 +189,9 @@ class Reward(msgspec.Struct, frozen=True, omit_defaults=True):
     """Annealed shaping term, not the objective."""
     evidence: tuple[str, ...] = ()
     """Feedback ids or event ids."""
+    inputs_hash: str = ""
+    """16 hex digits of what the value was made from; under equal definitions equal inputs give an equal value. Empty: missing, or
+    written before this was recorded."""
 
 
 class RewardsComputed(Event, frozen=True, omit_defaults=True, tag="rewards_computed", kw_only=True):
@@ -201,6 +204,9 @@ class RewardsComputed(Event, frozen=True, omit_defaults=True, tag="rewards_compu
     rewards: tuple[Reward, ...]
     team: int | None
     status: str
+    definitions: str = ""
+    """16 hex digits of what the deployment declared: weights, gates, prices, schedules, options and versions of every reward. Empty:
+    void, or written before this was recorded."""
 
     @property
     def event_id(self) -> str:

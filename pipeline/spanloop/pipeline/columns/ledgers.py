@@ -29,6 +29,7 @@ def reward_columns(rows: Decoded) -> dict[str, Columns]:
                 team=(units(e.team for _, e in rows), _FLOAT),
                 team_micro=([e.team for _, e in rows], _INT),
                 team_status=([e.status for _, e in rows], _STR),
+                definitions=([e.definitions or None for _, e in rows], _STR),
                 computed=(times(r.appended_ns for r, _ in rows), _TIME),
             ),
             "family": [r.family for r in rewards],
@@ -42,6 +43,7 @@ def reward_columns(rows: Decoded) -> dict[str, Columns]:
             "weight": units([r.weight for r in rewards]),
             "scaffold": [r.scaffold for r in rewards],
             "evidence": [r.evidence for r in rewards],
+            "inputs_hash": [r.inputs_hash or None for r in rewards],
         },
     }
 

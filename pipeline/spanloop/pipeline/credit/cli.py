@@ -145,7 +145,8 @@ def _print(found: Explanation, lines: Sequence[Line]) -> None:
     click.echo(
         f"reward {found.reward:+.6f} = baseline {found.baseline:+.6f} + team {found.reward - found.baseline:+.6f}"
     )
-    click.echo(f"value model {found.value_model}")
+    under = f"  reward definitions {found.definitions}" if found.definitions else ""
+    click.echo(f"value model {found.value_model}{under}")
     for name, value, weight, status in found.channels:
         if weight or name == "outcome":
             shown = "missing" if value is None else f"{value:+.6f}"

@@ -114,6 +114,8 @@ class Explanation(msgspec.Struct, frozen=True):
     """What is not conserved; empty: all sums are exact."""
     group: Group | None = None
     """None: no final reward yet."""
+    definitions: str = ""
+    """Digest of the reward definitions that the value was computed under; empty: not recorded."""
     coalitions: tuple[tuple[Coalition, ...], ...] = ()
     """For each exact game of agents that worked side by side the values of all its coalitions."""
 
@@ -182,6 +184,7 @@ def explain_credit(log: Log, prefix: str) -> Explanation:
         status=rewards.status,
         baseline=unmicro(credit.baseline),
         value_model=credit.value_model,
+        definitions=rewards.definitions,
         channels=tuple(
             (r.name, None if r.value is None else unmicro(r.value), unmicro(r.weight), r.status)
             for r in rewards.rewards

@@ -36,6 +36,8 @@ class Side(msgspec.Struct, frozen=True):
     """Sum of team rewards."""
     rewards_file: str
     models: str
+    definitions: tuple[str, ...] = ()
+    """Digests of the reward definitions that its values were computed under."""
 
 
 class Changed(msgspec.Struct):
@@ -265,7 +267,8 @@ def diff(a: ResultSet, b: ResultSet, *, top: int = 10) -> Diff:
         top: How many of the largest changes of each kind to keep.
     """
     with Pairing(a, b) as pairing:
-        comparison = _Comparison(Diff(_side(a, pairing.totals("a")), _side(b, pairing.totals("b"))), top)
+        sides = [_side(s, pairing.totals(n), pairing.definitions(n)) for n, s in (("a", a), ("b", b))]
+        comparison = _Comparison(Diff(*sides), top)
         comparison.found.same, comparison.found.erased = pairing.same(), pairing.erased()
         for row in pairing.different():
             comparison.key(row)
@@ -274,7 +277,9 @@ def diff(a: ResultSet, b: ResultSet, *, top: int = 10) -> Diff:
         return comparison.finish()
 
 
-def _side(found: ResultSet, totals: tuple[int, int, int]) -> Side:
+def _side(found: ResultSet, totals: tuple[int, int, int], definitions: tuple[str, ...]) -> Side:
     count, credited, team = totals
     manifest = found.manifest
-    return Side(manifest.name, count, credited, unmicro(team), manifest.rewards_file, manifest.models)
+    return Side(
+        manifest.name, count, credited, unmicro(team), manifest.rewards_file, manifest.models, definitions
+    )

@@ -56,6 +56,14 @@ class Pairing:
         count, credited, team = _one(self._db, sql)
         return count, credited, int(team or 0)
 
+    def definitions(self, side: str) -> tuple[str, ...]:
+        """Digests of the definitions under which the rewards of side a or b were made; older ones have none."""
+        rows = self._db.execute(
+            f'SELECT DISTINCT regexp_extract(decode(rewards), \'"definitions":"([0-9a-f]+)"\', 1) AS d FROM {side} '  # noqa: S608
+            "WHERE rewards IS NOT NULL ORDER BY d"
+        ).fetchall()
+        return tuple(found for (found,) in rows if found)
+
     def erased(self) -> int:
         """Orchestrations whose token ids only one side could read: their credit and samples are not compared."""
         return _one(self._db, f"SELECT count(*) FROM a JOIN b USING ({_KEYS}) WHERE a.erased <> b.erased")[0]  # noqa: S608
@@ -81,7 +89,7 @@ def _view(db: Any, name: str, found: ResultSet) -> None:
     if not paths:
         db.execute(
             f"CREATE VIEW {name} AS SELECT NULL::VARCHAR tenant, NULL::VARCHAR orchestration_id, NULL::BIGINT team, "
-            "NULL::BLOB credit, NULL::BLOB samples, NULL::BOOLEAN erased, "
+            "NULL::BLOB rewards, NULL::BLOB credit, NULL::BLOB samples, NULL::BOOLEAN erased, "
             + ", ".join(f"NULL::VARCHAR {h}" for h in HASHES)
             + " WHERE false"
         )

@@ -76,7 +76,8 @@ def lines(found: Diff) -> list[str]:
 
 def _side(side: Side) -> str:
     own = f"{side.name}: {side.orchestrations:,} orchestrations, {side.credited:,} credited"
-    return f"{own}, team rewards sum to {side.team:+.3f}, models {side.models}"
+    under = f", reward definitions {' '.join(side.definitions)}" if side.definitions else ""
+    return f"{own}, team rewards sum to {side.team:+.3f}, models {side.models}{under}"
 
 
 def _number(value: float | None) -> str:

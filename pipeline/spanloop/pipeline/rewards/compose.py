@@ -2,6 +2,8 @@
 
 team = sum over channels of weight * value, with the weight *as paid* on each ``Reward``: a reader can check it from the event
 alone. Structural terms (R5, R7) are scaffolds: they are reported always and paid only where R1 is at least the floor.
+What is made of an incomplete orchestration is provisional; the team's reward is as long as something that is paid is, and corrected
+where something that is paid was corrected.
 Invariants: a function of (content, set of feedback, completeness, terms); no outcome, no team reward.
 """
 
@@ -13,13 +15,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from spanloop.pipeline.rewards import orchestration, outcome, tool
 from spanloop.pipeline.rewards.declared import Term, declared_rewards, terms_of
 from spanloop.pipeline.rewards.drafts import draft_rewards
+from spanloop.pipeline.rewards.inputs import DIGITS
 from spanloop.pipeline.rewards.orchestration import orchestration_rewards
 from spanloop.pipeline.rewards.outcome import channel_rewards, outcome_reward
 from spanloop.pipeline.rewards.registry import Case
 from spanloop.pipeline.rewards.tool import ToolTerms, tool_rewards
-from spanloop.schemas.canonical import MICRO, micro
+from spanloop.schemas.canonical import MICRO, content_hash, micro
 from spanloop.schemas.events import FeedbackReceived, Reward
 from spanloop.schemas.orchestration import OrchestrationContent
 
@@ -39,10 +43,13 @@ class RewardTerms(msgspec.Struct, frozen=True):
     prices: ToolTerms = ToolTerms()
     declared: tuple[Term, ...] = ()
 
+    definitions: str = ""
+    """16 hex digits of these terms and of the versions of the built-in channels: under which definitions a value was made."""
+
     @staticmethod
     def of(settings: Pipeline) -> RewardTerms:
         """The terms that a deployment's settings name."""
-        return RewardTerms(
+        found = RewardTerms(
             settings.parallel_weight,
             settings.finish_weight,
             settings.tool_weight,
@@ -50,6 +57,10 @@ class RewardTerms(msgspec.Struct, frozen=True):
             ToolTerms(settings.tool_price, settings.tool_duplicate_penalty),
             terms_of(settings),
         )
+        built_in = (outcome.ESTIMATOR, tool.ESTIMATOR, orchestration.ESTIMATOR)
+        declared = [term.definition_parts for term in found.declared]
+        parts = (found.parallel, found.finish, found.tool, found.floor, found.prices, declared, built_in)
+        return msgspec.structs.replace(found, definitions=content_hash(parts)[:DIGITS])
 
 
 class Composite(msgspec.Struct, frozen=True):
@@ -60,6 +71,7 @@ class Composite(msgspec.Struct, frozen=True):
     """Micro-units."""
     status: str
     """missing, provisional, final or corrected."""
+    definitions: str = ""
 
 
 def paid(rewards: Sequence[Reward]) -> int:
@@ -88,27 +100,34 @@ def compose(
         terms: Weights of the structural terms, and what the deployment declares.
         progress: Number of the recorded value model's version: what schedules go by.
     """
-    outcome = outcome_reward(feedback)
-    good = outcome.value is not None and outcome.value >= micro(terms.floor)
+    team = outcome_reward(feedback)
+    good = team.value is not None and team.value >= micro(terms.floor)
     weights = (micro(terms.parallel) if good else 0, micro(terms.finish) if good else 0)
     rewards = (
-        outcome,
+        team,
         *channel_rewards(feedback),
         *draft_rewards(feedback),
         *tool_rewards(
             content,
-            outcome.value,
+            team.value,
             terms.floor,
             weight=micro(terms.tool) if good else 0,
             terms=terms.prices,
+            status=team.status if complete else "provisional",
         ),
-        *orchestration_rewards(content, weights),
+        *orchestration_rewards(content, weights, complete=complete),
     )
     if terms.declared:
-        case = Case(content, feedback, outcome.value)
+        case = Case(content, feedback, team.value, outcome_status=team.status, complete=complete)
         rewards += tuple(declared_rewards(terms.declared, case, good=good, progress=progress))
-    if outcome.value is None:
-        return Composite(rewards, None, "missing")
-    open_ = any(r.status == "provisional" for r in rewards if r.unit == "team" and r.weight)
-    status = outcome.status if complete and not open_ else "provisional"
-    return Composite(rewards, paid(rewards), status)
+    if team.value is None:
+        return Composite(rewards, None, "missing", terms.definitions)
+    return Composite(rewards, paid(rewards), _status(rewards, complete=complete), terms.definitions)
+
+
+def _status(rewards: Sequence[Reward], *, complete: bool) -> str:
+    """Of the team's reward: that of the least settled of what is paid."""
+    said = {r.status for r in rewards if r.unit == "team" and r.weight}
+    if not complete or "provisional" in said:
+        return "provisional"
+    return "corrected" if "corrected" in said else "final"

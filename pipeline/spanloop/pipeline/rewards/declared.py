@@ -3,7 +3,7 @@
 [[pipeline.rewards]] names a registered reward, its weight in the team's composite (R8) and, for a scaffold, the schedule by which the
 weight goes to 0 with the versions of the value model. The version is recorded on the credit, so a replay pays what was paid.
 Invariants: pure, given the registry; a reward that is gated is paid only where the outcome is at least the floor; the weight as
-paid stands on the reward.
+paid stands on the reward; while the orchestration is incomplete none is final.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from spanloop.pipeline.rewards import individual, process, role, verifier
+from spanloop.pipeline.rewards.inputs import feedback_inputs, inputs_of
 from spanloop.pipeline.rewards.loading import load_functions
 from spanloop.pipeline.rewards.registry import Case, Definition, Found, find
 from spanloop.pipeline.rewards.shaping import Schedule, weight_at
-from spanloop.schemas.canonical import micro
+from spanloop.schemas.canonical import content_hash, micro
 from spanloop.schemas.errors import SpanloopError
 from spanloop.schemas.events import Reward
 
@@ -39,6 +40,11 @@ class Term(msgspec.Struct, frozen=True):
     schedule: Schedule | None
     gated: bool
     options: dict[str, Any]
+
+    @property
+    def definition_parts(self) -> tuple[Any, ...]:
+        """All that what it pays depends on, beside what it reads."""
+        return (self.definition.estimator, self.weight, self.schedule, self.gated, self.options)
 
 
 def terms_of(settings: Pipeline) -> tuple[Term, ...]:
@@ -66,6 +72,7 @@ def declared_rewards(terms: Sequence[Term], case: Case, *, good: bool, progress:
     A function of the deployment's own that fails makes a missing reward whose estimator says so: one bad reward costs itself.
     """
     found: list[Reward] = []
+    whole = ""
     for term in terms:
         weight = term.weight if term.schedule is None else weight_at(term.schedule, progress)
         paid = micro(weight) if good or not term.gated else 0
@@ -81,15 +88,24 @@ def declared_rewards(terms: Sequence[Term], case: Case, *, good: bool, progress:
         scaffold = term.schedule is not None
         for item in made:
             team = item.unit == "team"
+            if item.value is not None and not item.inputs_hash:
+                whole = whole or _whole(case)
             found.append(
                 msgspec.structs.replace(
                     item,
+                    inputs_hash=item.inputs_hash or (whole if item.value is not None else ""),
+                    status=item.status if case.complete or item.value is None else "provisional",
                     estimator=estimator,
                     weight=paid if team else 0,
                     scaffold=scaffold and team and paid > 0,
                 )
             )
     return found
+
+
+def _whole(case: Case) -> str:
+    """Inputs of a function that may have read anything."""
+    return inputs_of(content_hash(case.content), feedback_inputs(case.feedback), str(case.outcome))
 
 
 def _channel(term: Term) -> str:

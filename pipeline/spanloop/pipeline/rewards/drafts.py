@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fractions import Fraction
 
+from spanloop.pipeline.rewards.inputs import feedback_inputs
 from spanloop.pipeline.rewards.outcome import is_usable
 from spanloop.schemas.canonical import micro
 from spanloop.schemas.events import FeedbackReceived, Reward
@@ -37,7 +38,7 @@ def draft_rewards(feedback: Iterable[FeedbackReceived]) -> list[Reward]:
         Reward(
             "R4", DRAFT, "turn", target, round(Fraction(sum(micro(item.value) for item in items), len(items))),
             "final" if all(item.final for item in items) else "provisional", ESTIMATOR,
-            evidence=tuple(sorted(item.feedback_id for item in items)),
+            evidence=tuple(sorted(item.feedback_id for item in items)), inputs_hash=feedback_inputs(items),
         )
         for target, items in by_target.items()
     ]  # fmt: skip

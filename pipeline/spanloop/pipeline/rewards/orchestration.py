@@ -15,6 +15,7 @@ from operator import attrgetter
 
 import msgspec
 
+from spanloop.pipeline.rewards.inputs import inputs_of
 from spanloop.schemas.canonical import MICRO, micro
 from spanloop.schemas.events import Reward
 from spanloop.schemas.orchestration import Agent, ModelCall, OrchestrationContent
@@ -31,6 +32,7 @@ __all__ = [
     "work_graph",
 ]
 
+_json = msgspec.json.Encoder(order="deterministic").encode
 ESTIMATOR = "parl/1"
 NOTHING_SPAWNED = "parl/1:nothing_spawned"
 
@@ -193,31 +195,39 @@ def _stages(agent: Agent, family: _Family, above: frozenset[str]) -> list[Stage]
     return [*stages, Stage(main)] if main else stages
 
 
-def orchestration_rewards(content: OrchestrationContent, weights: tuple[int, int]) -> list[Reward]:
+def orchestration_rewards(
+    content: OrchestrationContent, weights: tuple[int, int], *, complete: bool = True
+) -> list[Reward]:
     """R7 channels of a team: parl_parallel and parl_finish (paid by ``weights``), critical_steps and work_span (reported).
 
     Args:
         content: The orchestration.
         weights: Micro-weights of r_parallel and r_finish; 0 where the outcome's gate is shut.
+        complete: False: closed by time-out, so that more of it may come.
     """
     family = _family(content)
-    critical, total = critical_steps(_stages_of(family))
+    stages = _stages_of(family)
+    critical, total = critical_steps(stages)
     spawned = [agent for agent in content.agents if agent.parent_id]
     finished = sum(agent.status == "ok" for agent in spawned)
     finish = round(MICRO * finished / len(spawned)) if spawned else 0
-    work, span = work_and_span(*_work_graph(content, family))
+    graph = _work_graph(content, family)
+    work, span = work_and_span(*graph)
     estimator = ESTIMATOR if spawned else NOTHING_SPAWNED
+    status = "final" if complete else "provisional"
+    steps = inputs_of(_json(stages))
+    ends = inputs_of(*(part for agent in spawned for part in (agent.id, agent.status)))
 
-    def reward(name: str, value: int, weight: int = 0, scaffold: bool = True) -> Reward:
+    def reward(name: str, value: int, inputs: str, weight: int = 0) -> Reward:
         return Reward(
-            "R7", name, "team", "", value, "final", estimator, weight=weight, scaffold=scaffold and weight > 0
-        )
+            "R7", name, "team", "", value, status, estimator, weight=weight, scaffold=weight > 0, inputs_hash=inputs
+        )  # fmt: skip
 
     return [
-        reward("parl_parallel", micro(parallel_share(critical, total)), weights[0]),
-        reward("parl_finish", finish, weights[1]),
-        reward("critical_steps", critical * MICRO),
-        reward("work_span", round(MICRO * work / span) if span else 0),
+        reward("parl_parallel", micro(parallel_share(critical, total)), steps, weights[0]),
+        reward("parl_finish", finish, ends, weights[1]),
+        reward("critical_steps", critical * MICRO, steps),
+        reward("work_span", round(MICRO * work / span) if span else 0, inputs_of(_json(graph))),
     ]
 
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 from fractions import Fraction
 
+from spanloop.pipeline.rewards.inputs import feedback_inputs
 from spanloop.schemas.canonical import MICRO, micro
 from spanloop.schemas.events import FeedbackReceived, Reward
 
@@ -69,4 +70,7 @@ def _channel(name: str, feedback: Iterable[FeedbackReceived], weight: int) -> Re
     ):
         status = "corrected"
     evidence = tuple(sorted(item.feedback_id for item in counted))
-    return Reward("R1", name, "team", "", value, status, ESTIMATOR, weight=weight, evidence=evidence)
+    return Reward(
+        "R1", name, "team", "", value, status, ESTIMATOR, weight=weight, evidence=evidence,
+        inputs_hash=feedback_inputs(counted),
+    )  # fmt: skip

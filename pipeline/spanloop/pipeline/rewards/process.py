@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from spanloop.pipeline.rewards.inputs import inputs_of
 from spanloop.pipeline.rewards.registry import Case, reward
 from spanloop.pipeline.rewards.shaping import potential_rewards
 from spanloop.schemas.canonical import MICRO
@@ -47,8 +48,11 @@ def milestones(case: Case) -> list[Reward]:
         phi.append(phi[-1] + gained.get(call.id, 0))
     steps = potential_rewards(phi)
     scale = MICRO // len(wanted)
+    inputs = inputs_of(
+        *(part for reach in sorted(reached.items()) for part in reach), calls[-1].id if calls else ""
+    )
     return [
-        Reward("R4", "milestones", "turn", call.id, round(step) * scale, "final", "")
+        Reward("R4", "milestones", "turn", call.id, round(step) * scale, "final", "", inputs_hash=inputs)
         for call, step in zip(calls, steps, strict=False)
         if step
     ]

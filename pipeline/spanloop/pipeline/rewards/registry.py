@@ -37,6 +37,9 @@ class Case(msgspec.Struct, frozen=True):
     feedback: Sequence[FeedbackReceived]
     outcome: int | None
     """R1, micro-units; None while missing."""
+    outcome_status: str = "final"
+    complete: bool = True
+    """False: closed by time-out; nothing made of its content is final."""
     options: Mapping[str, Any] = {}
 
     def option(self, name: str, default: Any) -> Any:

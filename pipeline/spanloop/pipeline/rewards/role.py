@@ -6,13 +6,15 @@ settings; an item that nobody answered is missing, not zero.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
+from spanloop.pipeline.rewards.inputs import feedback_inputs, inputs_of
 from spanloop.pipeline.rewards.registry import Case, reward
-from spanloop.pipeline.rewards.targets import agent_scores, mean_micro
+from spanloop.pipeline.rewards.targets import Told, mean_micro, status_of, told_about
+from spanloop.schemas.canonical import micro
 from spanloop.schemas.errors import ConfigError
-from spanloop.schemas.events import Reward
+from spanloop.schemas.events import FeedbackReceived, Reward
 
 __all__ = ["rubric"]
 
@@ -29,24 +31,41 @@ def rubric(case: Case) -> list[Reward]:
         raise ConfigError(
             "reward rubric/1 needs options role = 'writer' and items = { clarity = 2, sources = 1 }"
         )
+    weights = {str(channel): Fraction(share) for channel, share in items.items()}
     members = {agent.id for agent in case.content.agents if (agent.role or agent.name.lower()) == role}
-    total, weight = Fraction(0), Fraction(0)
-    evidence: list[str] = []
-    settled = True
-    for channel, share in sorted(items.items()):
-        scores = agent_scores(case.content, case.feedback, str(channel))
-        mine = [score for agent, score in scores.items() if agent in members]
-        mean = mean_micro(value for value, _, _ in mine)
-        if mean is None:
-            continue
-        total += Fraction(share) * mean
-        weight += Fraction(share)
-        settled = settled and all(final for _, final, _ in mine)
-        evidence += [name for _, _, ids in mine for name in ids]
-    value = round(total / weight) if weight else None
-    status = "missing" if value is None else "final" if settled else "provisional"
-    name, ids = f"rubric:{role}", tuple(sorted(set(evidence)))
+    told = told_about(case.content, case.feedback, weights)
+    mine = [item for item in told.items if told.of[item.target_id] in members]
+    value = _weighted(told, mine, weights)
+    status = status_of(mine, value, lambda seen: _weighted(told, seen, weights))
+    name = f"rubric:{role}"
+    if value is None:
+        return [
+            Reward("R3", name, "role", role, None, status, ""),
+            Reward("R3", name, "team", "", None, status, ""),
+        ]
+    counted = [item for group in told.by_agent(mine).values() for item in group]
+    ids = tuple(sorted(item.feedback_id for item in counted))
+    inputs = inputs_of(
+        feedback_inputs(counted),
+        *sorted(f"{told.of[item.target_id]} {item.name} {item.feedback_id}" for item in counted),
+    )
     return [
-        Reward("R3", name, "role", role, value, status, "", evidence=ids),
-        Reward("R3", name, "team", "", value, status, ""),
+        Reward("R3", name, "role", role, value, status, "", evidence=ids, inputs_hash=inputs),
+        Reward("R3", name, "team", "", value, status, "", evidence=ids, inputs_hash=inputs),
     ]
+
+
+def _weighted(told: Told, items: Sequence[FeedbackReceived], weights: Mapping[str, Fraction]) -> int | None:
+    """Weighted mean over the items that were answered, of the mean over agents of each one's mean."""
+    answers: dict[str, list[int]] = {}
+    for counted in told.by_agent(items).values():
+        by_name: dict[str, list[int]] = {}
+        for item in counted:
+            by_name.setdefault(item.name, []).append(micro(item.value))
+        for channel, values in by_name.items():
+            answers.setdefault(channel, []).append(mean_micro(values) or 0)
+    total = sum(
+        (weights[channel] * (mean_micro(means) or 0) for channel, means in answers.items()), Fraction(0)
+    )
+    weight = sum((weights[channel] for channel in answers), Fraction(0))
+    return round(total / weight) if weight else None

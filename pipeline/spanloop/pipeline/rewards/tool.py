@@ -13,12 +13,14 @@ from collections.abc import Mapping
 
 import msgspec
 
+from spanloop.pipeline.rewards.inputs import inputs_of
 from spanloop.schemas.canonical import micro
 from spanloop.schemas.events import Reward
 from spanloop.schemas.orchestration import OrchestrationContent, OrchestrationEvent
 
 __all__ = ["ToolTerms", "tool_reward", "tool_rewards"]
 
+CHANNEL = "tool_validity"
 ESTIMATOR = "tool_validity/1"
 _ENDS = frozenset({"aggregate", "return", "stop", "message", "orchestrator_decision"})
 
@@ -63,6 +65,7 @@ def tool_rewards(
     weight: int = 0,
     terms: ToolTerms = FREE,
     arguments: Mapping[str, str] = {},
+    status: str = "final",
 ) -> list[Reward]:
     """One reward a tool call, and their mean as the team's channel (absent where no tool was called).
 
@@ -73,6 +76,7 @@ def tool_rewards(
         weight: Micro-weight of the team's channel in the composite.
         terms: Price and penalty.
         arguments: Hash of the arguments by id of the tool_call event, where known.
+        status: What a value can be at most: that of the outcome, provisional while the orchestration is incomplete.
     """
     calls = [event for event in content.events if event.type == "tool_call"]
     rejected = [
@@ -89,41 +93,50 @@ def tool_rewards(
     seen: set[tuple[str, str]] = set()
     rewards: list[Reward] = []
     values: list[int] = []
+    worth: dict[tuple[bool, bool, bool], int] = {}
     for call in calls:
         repeated = False
         if call.id in arguments:
             repeated = (call.tool, arguments[call.id]) in seen
             seen.add((call.tool, arguments[call.id]))
         result = results.get(call.id)
-        value = None
-        if result is not None and outcome is not None:
-            value = micro(
-                tool_reward(
-                    valid=result.status != "error",
-                    used=result.id in used,
-                    repeated=repeated,
-                    good=good,
-                    terms=terms,
-                )
+        if result is None or outcome is None:
+            rewards.append(_missing("tool_call", call.id))
+            continue
+        found = valid, taken, again = result.status != "error", result.id in used, repeated
+        if found not in worth:
+            got = tool_reward(valid=valid, used=taken, repeated=again, good=good, terms=terms)
+            worth[found] = micro(got)
+        values.append(worth[found])
+        inputs = inputs_of(call.id, result.id, f"{valid:d}{taken:d}{again:d}{good:d}")
+        rewards.append(
+            Reward(
+                "R5", CHANNEL, "tool_call", call.id, worth[found], status, ESTIMATOR, evidence=(result.id,), inputs_hash=inputs
             )
-            values.append(value)
-        rewards.append(_reward("tool_call", call.id, value))
+        )  # fmt: skip
+    refused = micro(tool_reward(valid=False, used=False, repeated=False, good=good, terms=terms))
     for name in rejected:
-        refused = None
-        if outcome is not None:
-            refused = micro(tool_reward(valid=False, used=False, repeated=False, good=good, terms=terms))
-            values.append(refused)
-        rewards.append(_reward("tool_call", name, refused))
-    team = round(sum(values) / len(values)) if values else None
-    return [*rewards, _reward("team", "", team, weight)]
+        if outcome is None:
+            rewards.append(_missing("tool_call", name))
+            continue
+        values.append(refused)
+        rewards.append(
+            Reward(
+                "R5", CHANNEL, "tool_call", name, refused, status, ESTIMATOR, inputs_hash=inputs_of(name, "rejected")
+            )
+        )  # fmt: skip
+    if not values:
+        return [*rewards, _missing("team", "", weight)]
+    team = Reward(
+        "R5", CHANNEL, "team", "", round(sum(values) / len(values)), status, ESTIMATOR, weight=weight, scaffold=True,
+        inputs_hash=inputs_of(*(r.inputs_hash for r in rewards)),
+    )  # fmt: skip
+    return [*rewards, team]
 
 
-def _reward(unit: str, unit_id: str, value: int | None, weight: int = 0) -> Reward:
-    status = "missing" if value is None else "final"
-    scaffold = unit == "team"
-    return Reward(
-        "R5", "tool_validity", unit, unit_id, value, status, ESTIMATOR, weight=weight, scaffold=scaffold
-    )
+def _missing(unit: str, unit_id: str, weight: int = 0) -> Reward:
+    team = unit == "team"
+    return Reward("R5", CHANNEL, unit, unit_id, None, "missing", ESTIMATOR, weight=weight, scaffold=team)
 
 
 def _results(content: OrchestrationContent) -> dict[str, OrchestrationEvent]:
