@@ -20,6 +20,7 @@ from spanloop.pipeline.otlp.files import read_spans
 from spanloop.pipeline.pomdp import pomdp_of
 from spanloop.pipeline.ports import new_record
 from spanloop.pipeline.query.session import Query, QueryError
+from spanloop.pipeline.rewards.metrics import metrics_of
 from spanloop.pipeline.rewards.orchestration import orchestration_rewards
 from spanloop.schemas.events import (
     BatchCommitted,
@@ -29,6 +30,8 @@ from spanloop.schemas.events import (
     DecisionModelPublished,
     Event,
     OrchestrationRevised,
+    Reward,
+    RewardsComputed,
     Sample,
     SamplesBuilt,
 )
@@ -433,3 +436,37 @@ def test_pomdp_is_what_the_pipeline_says(tmp_path: Path) -> None:
     assert [len(c["active"]) for c in changes] == [c["num_active"] for c in changes]
     assert max(c["num_active"] for c in changes) == trace.most_active
     assert len(changes) == len(trace.changes)
+
+
+def test_metrics_of_every_orchestration_are_those_that_explain_tells(tmp_path: Path) -> None:
+    (content, *_) = assemble_spans([span for batch in read_spans(GOLDEN) for span in batch.spans], "import")
+    desk = OrchestrationRevised(
+        orchestration_id=content.orchestration_id,
+        tenant=content.tenant,
+        revision=1,
+        complete=True,
+        content=content,
+    )
+    outcome = Reward("R1", "outcome", "team", "", 500_000, "final", "feedback_mean/1", weight=1_000_000)
+    rewards = RewardsComputed(
+        tenant=content.tenant, orchestration_id=content.orchestration_id, revision=1, orchestration_revision=1, rewards=(outcome,),
+        team=500_000, status="final",
+    )  # fmt: skip
+    events: list[Event] = [parallel(), parallel("o2"), desk, rewards]
+    rows = {row["orchestration_id"]: row for row in ask(events, tmp_path, "FROM metrics")}
+    assert set(rows) == {"o1", "o2", content.orchestration_id}
+    assert rows["o1"]["success"] is None
+    assert (rows["o1"]["parallel_efficiency"], rows["o1"]["work_over_span"]) == (1.6, 2.0)
+    found = rows[content.orchestration_id]
+    expected = msgspec.structs.asdict(metrics_of(content, (outcome,)))
+    assert found["success_status"] == "final"
+    for name, value in expected.items():
+        if name != "redundant_messages":
+            assert found[name] == (None if value is None else pytest.approx(value, rel=1e-4)), name
+    one = ask(events, tmp_path, "SELECT * FROM metrics WHERE orchestration_id = 'o1'")
+    assert one == [rows["o1"]]
+
+
+def test_metrics_is_listed_with_its_columns(tmp_path: Path) -> None:
+    columns = {row["column_name"] for row in ask([parallel()], tmp_path, "DESCRIBE metrics")}
+    assert {"success", "parallel_efficiency", "error_amplification", "interventions"} <= columns

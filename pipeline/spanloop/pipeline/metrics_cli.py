@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import click
@@ -13,6 +14,7 @@ from spanloop.pipeline.screen import json_shown
 from spanloop.schemas import topics
 from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.events import Reward, RewardsComputed, decode
+from spanloop.schemas.orchestration import OrchestrationContent
 from spanloop.schemas.settings import Settings, load_settings
 
 __all__ = ["metrics"]
@@ -50,7 +52,9 @@ def metrics(orchestration_id: str, workspace: Path | None, config: Path | None, 
     """
     settings = load_settings(config, {"workspace": workspace} if workspace is not None else None)
     content = last_content(settings, orchestration_id)
-    found = metrics_of(content, _rewards(settings, content.tenant, content.orchestration_id))
+    found = metrics_of(
+        content, _rewards(settings, content.tenant, content.orchestration_id), _texts(settings, content)
+    )
     if as_json:
         click.echo(json_shown(msgspec.json.format(msgspec.json.encode(found), indent=2).decode()))
         return
@@ -62,6 +66,27 @@ def metrics(orchestration_id: str, workspace: Path | None, config: Path | None, 
 def _shown(found: Metrics, name: str) -> str:
     value = getattr(found, name)
     return "unknown" if value is None else f"{value:g}" if isinstance(value, int) else f"{value:.4f}"
+
+
+def _texts(settings: Settings, content: OrchestrationContent) -> dict[str, str]:
+    """What was said in messages between agents, by event, where it is kept."""
+    from spanloop.pipeline.attribution.explain import words_said
+    from spanloop.pipeline.log.open import open_log
+
+    messages = [event for event in content.events if event.type == "message" and event.to != "user"]
+    if not messages:
+        return {}
+    log = open_log(settings, create=False)
+    try:
+        words = words_said(log, content)
+    finally:
+        log.close()
+    shared = Counter(event.evidence for event in messages)
+    messages = [
+        event for event in messages if shared[event.evidence] == 1
+    ]  # else whose words they are is not known
+    said = {e.id: "\n".join(words[span].text for span in e.evidence if span in words) for e in messages}
+    return {name: text for name, text in said.items() if text}
 
 
 def _rewards(settings: Settings, tenant: str, name: str) -> tuple[Reward, ...]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from spanloop.pipeline.tables import TABLES, TABLES_OF_TOPIC, Table
 
-__all__ = ["TABLES", "TABLES_OF_TOPIC", "VIEWS", "Table", "View", "last_rows"]
+__all__ = ["METRICS", "TABLES", "TABLES_OF_TOPIC", "VIEWS", "Table", "View", "last_rows"]
 
 
 class View(NamedTuple):
@@ -25,8 +25,11 @@ class View(NamedTuple):
     sql: str
     meaning: str
     example: str
+    function: str = ""
+    """The function of ours that ``sql`` uses; ``query.functions`` has it."""
 
 
+METRICS = "_metrics"
 _MERGED = "SELECT tenant, orchestration_id FROM t_orchestrations WHERE merged_into <> ''"
 
 
@@ -99,6 +102,25 @@ with three texts as key the tables of ten million spans would not fit in a gibib
 _DECISION_TABLES = (
     "events", "orchestrations", "samples", "sample_heads", "credits", "credit_heads", "decision_effects",
 )  # fmt: skip
+_METRICS_SQL = f"""SELECT o.tenant, o.orchestration_id, o.revision, o.complete, o.task_key, o.started, r.value AS success, r.status AS success_status,
+  o.m.parallel_efficiency, o.m.work_over_span, o.m.useful_agents, o.m.protocol_overhead, o.m.error_amplification, o.m.safety_events,
+  o.m.interventions
+FROM (
+  SELECT o.*, {METRICS}(coalesce(a.items, []), coalesce(c.items, []), coalesce(e.items, []), coalesce(d.items, [])) AS m
+  FROM orchestrations o
+  LEFT JOIN (SELECT tenant, orchestration_id, list({{'id': id, 'name': name, 'parent_id': parent_id,
+      'started': coalesce(epoch_us(started), 0), 'ended': coalesce(epoch_us(ended), 0)}}) AS items
+    FROM agents GROUP BY tenant, orchestration_id) a USING (tenant, orchestration_id)
+  LEFT JOIN (SELECT tenant, orchestration_id, list({{'id': id, 'agent_id': agent_id, 'started': coalesce(epoch_us(started), 0),
+      'ended': coalesce(epoch_us(ended), 0), 'input_tokens': input_tokens, 'output_tokens': output_tokens}}) AS items
+    FROM calls GROUP BY tenant, orchestration_id) c USING (tenant, orchestration_id)
+  LEFT JOIN (SELECT tenant, orchestration_id, list({{'id': id, 'kind': type, 'agent_id': agent_id, 'to_agent': to_agent, 'to_id': to_id,
+      'status': status, 'triggered': triggered, 'call_id': call_id}}) AS items
+    FROM events GROUP BY tenant, orchestration_id) e USING (tenant, orchestration_id)
+  LEFT JOIN (SELECT tenant, orchestration_id, list({{'src': src, 'dst': dst, 'kind': type}}) AS items
+    FROM edges GROUP BY tenant, orchestration_id) d USING (tenant, orchestration_id)
+) o LEFT JOIN (SELECT tenant, orchestration_id, value, status FROM rewards WHERE family = 'R1' AND name = 'outcome' AND unit = 'team') r
+  USING (tenant, orchestration_id)"""  # noqa: S608
 _ORDERED = ("orchestrations", "rewards", "credits", "samples", "feedback")
 
 _BASES: tuple[View, ...] = (
@@ -150,6 +172,11 @@ _BASES: tuple[View, ...] = (
         "decisions", _DECISION_TABLES, _DECISIONS_SQL,
         "orchestration decisions O1 spawn, O2 delegate, O3 message, O4 aggregate, O5 stop; NULL where nothing was logged",
         "SELECT decision, chosen, count(*), avg(propensity), avg(credit) FROM decisions GROUP BY 1, 2 ORDER BY 1, 3 DESC",
+    ),
+    View(
+        "metrics", ("orchestrations", "agents", "calls", "events", "edges", "rewards", "reward_heads"), _METRICS_SQL,
+        "E1 to E4 of each orchestration, as `spanloop explain metrics` tells them; NULL where it does not say",
+        "SELECT task_key, count(*), avg(success), avg(parallel_efficiency), avg(protocol_overhead) FROM metrics GROUP BY 1", METRICS,
     ),
     View(
         "policies", ("policies",), _plain("policies") + ' ORDER BY t_policies."offset"',

@@ -454,6 +454,42 @@ class Archive(_Section):
     """Smaller files of a finished day and tenant are merged."""
 
 
+class JudgeTerm(_Section):
+    """A judge of what agents say ([[judges]], docs/rewards.md), run by `spanloop judge`."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_-]{0,63}/[0-9]+$")
+    """Name and version, such as "clarity/1": another model, or other words, is another version."""
+    url: str = Field(pattern=r"^https?://[^\s@]+$")
+    """Base URL of an OpenAI-compatible server, up to and with /v1."""
+    model: str = Field(min_length=1)
+    key: SecretStr = SecretStr("")
+    """Its key; empty: none is sent."""
+    rubric: str = Field(min_length=1)
+    """What the judge is asked, in your words."""
+    channel: str = Field(min_length=1)
+    """Name of the feedback that its verdicts become: what an item of rubric/1, or the channel of another reward, is called."""
+    role: str = ""
+    """Agents of this role are judged; empty: all that said something."""
+    shows: Literal["agent", "all"] = "agent"
+    """What it reads: what the agent said and was told by others, or what everybody said."""
+    share: float = Field(1.0, gt=0, le=1)
+    """Share of orchestrations, drawn by their id."""
+    calls_per_day: int = Field(1_000, ge=1)
+    """Calls in 24 hours at most; the rest waits."""
+    timeout_s: float = Field(30.0, gt=0)
+    parallel: int = Field(4, ge=1, le=64)
+    """Calls at once."""
+
+    @field_validator("channel")
+    @classmethod
+    def _not_the_outcome(cls, value: str) -> str:
+        if value == "outcome":
+            raise ValueError(
+                "outcome is the team's reward, which no judge decides: name it otherwise and weigh it"
+            )
+        return value
+
+
 _UPSTREAM = re.compile(r"https?://[^\s/?#]+[^\s]*")
 _BROKER = re.compile(r"(?:[A-Za-z0-9_]+://)?(?:\[[0-9A-Fa-f:.%]+\]|[^\s/:@\[\]]+):([0-9]{1,5})")
 
@@ -484,6 +520,15 @@ class Settings(BaseSettings):
     pipeline: Pipeline = Pipeline()  # type: ignore[call-arg]
     learner: Learner = Learner()  # type: ignore[call-arg]
     credentials: tuple[Credential, ...] = ()
+    judges: tuple[JudgeTerm, ...] = ()
+    """Judges of what agents say, each a table [[judges]] (docs/rewards.md)."""
+
+    @field_validator("judges")
+    @classmethod
+    def _named_once(cls, value: tuple[JudgeTerm, ...]) -> tuple[JudgeTerm, ...]:
+        if len({judge.name for judge in value}) < len(value):
+            raise ValueError("two judges have one name: another model or other words is another version")
+        return value
 
     @field_validator("bootstrap_servers")
     @classmethod

@@ -35,6 +35,7 @@ _SUMMARY = {
     "provenance": "Show which orchestrations taught a policy version.",
     "policies": "List versions, promotions and routing; roll back.",
     "feedback": "Send an outcome for an orchestration, trace, span or response.",
+    "judge": "Ask the judges of the settings about what agents said; verdicts become feedback.",
     "erase": "Destroy the keys of one person's content, for good; structure, rewards and credit stay.",
     "verify": "Prove that the log replays to the same orchestrations, rewards and credit.",
     "deadletters": "List what was refused, show it, send it again after a fix.",

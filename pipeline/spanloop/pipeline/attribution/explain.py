@@ -34,7 +34,7 @@ from spanloop.schemas.events import (
 )
 from spanloop.schemas.orchestration import OrchestrationContent
 
-__all__ = ["AgentBlame", "Failure", "StepBlame", "attribute", "explain_failure"]
+__all__ = ["AgentBlame", "Failure", "StepBlame", "attribute", "explain_failure", "words_said"]
 
 _SURE = 0.1
 """The least that the top step must be above an even draw, as a share of what it could be: less says little."""
@@ -202,7 +202,7 @@ def explain_failure(log: Log, prefix: str, *, judge: Judge | None = None) -> Fai
     content = _content(log, prefix)
     key = f"{content.tenant}/{content.orchestration_id}"
     nodes, outcome = _signal(log, key)
-    found = attribute(content, _words(log, content), nodes=nodes, judge=judge)
+    found = attribute(content, words_said(log, content), nodes=nodes, judge=judge)
     if outcome is None:
         note = (
             "nothing on the log says that it failed (there is no outcome); what follows supposes that it did"
@@ -235,7 +235,7 @@ def _content(log: Log, prefix: str) -> OrchestrationContent:
     return next(iter((exact or found).values()))
 
 
-def _words(log: Log, content: OrchestrationContent) -> dict[str, Words]:
+def words_said(log: Log, content: OrchestrationContent) -> dict[str, Words]:
     """What the spans of its evidence said; of a span sent twice, the version that said most."""
     wanted = evidence_of(content)
     keys = {f"{content.tenant}/{trace}" for trace in content.trace_ids}

@@ -33,6 +33,19 @@ class OpenAIJudge:
         self.name = name
         self._parts, self._model, self._key, self._timeout_s = parts, model, key, timeout_s
 
+    def _refused(self, status: int) -> TransientError | ConfigError:
+        if status in (408, 409, 429) or status >= 500:
+            return TransientError(
+                f"judge {self.name}: status {status}: the server is busy or failing, try later"
+            )
+        hints = {
+            401: "set the judge's key", 403: "the judge's key may not ask this model", 404: f"it knows no model {self._model!r} at this url",
+            400: f"it does not take response_format json_object or max_tokens for {self._model!r}",
+        }  # fmt: skip
+        return ConfigError(
+            f"judge {self.name}: status {status}, expected 200: {hints.get(status, 'is it a chat server?')}"
+        )
+
     def __call__(self, system: str, data: str) -> bytes:
         """The message's content as it came."""
         body: dict[str, Any] = {
@@ -50,9 +63,12 @@ class OpenAIJudge:
             answer = connection.getresponse()
             raw = answer.read(_ANSWER_BYTES_MAX)
             if answer.status != 200:
-                raise TransientError(f"judge {self.name}: status {answer.status}, expected 200")
+                raise self._refused(answer.status)
             return msgspec.json.decode(raw)["choices"][0]["message"]["content"].encode()
         except (OSError, http.client.HTTPException) as exc:
-            raise TransientError(f"judge {self.name}: {type(exc).__name__}") from exc
+            where = self._parts._replace(query="", fragment="").geturl()
+            raise TransientError(
+                f"judge {self.name}: {where} does not answer ({type(exc).__name__}): does the server run, and is the judge's url right?"
+            ) from exc
         finally:
             connection.close()

@@ -18,7 +18,7 @@ from spanloop.schemas.canonical import digest
 from spanloop.schemas.errors import ConfigError
 from spanloop.schemas.events import FeedbackReceived
 
-__all__ = ["GRADES", "Case", "Judge", "Segment", "Verdict", "ask", "prompt_of"]
+__all__ = ["GRADES", "Case", "Judge", "Segment", "Verdict", "ask", "feedback_id_of", "prompt_of"]
 
 GRADES = {"bad": 0.0, "poor": 0.25, "fair": 0.5, "good": 0.75, "excellent": 1.0}
 """All that a judge may say, and the score it stands for."""
@@ -26,6 +26,8 @@ SEGMENT_MAX = 8_000
 CASE_MAX = 64_000
 """Characters of a segment and of all segments that a judge sees."""
 ANSWER_MAX = 200
+EVIDENCE_MAX = 64
+"""Span ids that a verdict names."""
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -49,6 +51,8 @@ class Case(msgspec.Struct, frozen=True):
     question: str
     """The operator's words."""
     segments: tuple[Segment, ...]
+    spans: tuple[str, ...] = ()
+    """Span ids that the texts came from: the verdict's evidence."""
 
 
 class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,6 +91,13 @@ def prompt_of(case: Case) -> tuple[str, str]:
     return rules, "\n".join(parts)
 
 
+def feedback_id_of(name: str, case: Case) -> str:
+    """Id of the verdict that judge ``name`` gives on a case: asked twice about the same spans, it is the same feedback."""
+    sizes = [str(len(segment.text)) for segment in case.segments]
+    parts = (case.target_kind, case.target_id, case.name, case.question, *case.spans, "of", *sizes)
+    return digest("judge", name, *parts)
+
+
 def ask(judge: Judge, case: Case, timeout_s: float, observed_ns: int) -> FeedbackReceived | str:
     """The judge's verdict as feedback, or why there is none.
 
@@ -122,7 +133,7 @@ def _feedback(name: str, case: Case, answer: Any, observed_ns: int) -> FeedbackR
     scorer = f"judge:{name}"
     return FeedbackReceived(
         tenant=case.tenant,
-        feedback_id=digest("judge", scorer, case.target_kind, case.target_id, case.name, observed_ns),
+        feedback_id=feedback_id_of(name, case),
         target_kind=case.target_kind,
         target_id=case.target_id,
         trace_id=case.trace_id,
@@ -130,6 +141,7 @@ def _feedback(name: str, case: Case, answer: Any, observed_ns: int) -> FeedbackR
         name=case.name,
         label=_doubt(case.segments),
         scorer=scorer,
+        comment={"spans": list(case.spans[:EVIDENCE_MAX]), "texts": len(case.segments)},
         observed_ns=observed_ns,
         final=not _doubt(case.segments),
     )

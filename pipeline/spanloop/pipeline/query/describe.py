@@ -26,6 +26,8 @@ def describe() -> list[dict[str, Any]]:
             )
         found = []
         for view in VIEWS.values():
+            if view.function:
+                register(connection, view.function)
             connection.execute(f"CREATE TEMP VIEW {view.name} AS {view.sql}")
             columns = _columns(connection, f"DESCRIBE {view.name}")
             found.append(

@@ -1,4 +1,4 @@
-"""Functions of ours behind macros: DuckDB asks Python where SQL would have to repeat what the pipeline defines."""
+"""Functions of ours behind macros and views: DuckDB asks Python where SQL would have to repeat what the pipeline defines."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from spanloop.pipeline.macros import ACTIVE_AGENTS, CRITICAL_PATH, POMDP_STEPS
+from spanloop.pipeline.views import METRICS
 
 __all__ = ["Function", "register"]
 
@@ -13,7 +14,8 @@ __all__ = ["Function", "register"]
 class Function(NamedTuple):
     """What DuckDB needs to know of a function."""
 
-    rows: Callable[..., list[dict[str, Any]]]
+    rows: Callable[..., Any]
+    """List of rows, or one."""
     parameters: tuple[str, ...]
     returns: str
 
@@ -24,6 +26,10 @@ def _function(name: str) -> Function:
         from spanloop.pipeline.query import critical
 
         return Function(critical.rows, critical.PARAMETERS, critical.RETURNS)
+    if name == METRICS:
+        from spanloop.pipeline.query import metric_rows
+
+        return Function(metric_rows.row, metric_rows.PARAMETERS, metric_rows.RETURNS)
     from spanloop.pipeline.query import pomdp_rows
 
     if name == POMDP_STEPS:

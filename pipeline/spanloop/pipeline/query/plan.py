@@ -33,6 +33,11 @@ __all__ = [
 
 TABLES_VERSION = "2"
 """The same as ``archive.writer.TABLES_VERSION``, which cannot be imported without pyarrow; a test compares them."""
+_UNDER = {
+    "decisions": {"events", "samples", "credits"},
+    "metrics": {"orchestrations", "agents", "calls", "events", "edges", "rewards"},
+}
+"""Views that others select from."""
 _decoder = msgspec.json.Decoder(Range)
 
 
@@ -63,8 +68,9 @@ def names_in(sql: str) -> Names:
     macros = tuple(name for name in MACROS if name in words)
     views = {name for name in VIEWS if name in words}
     views |= {view for name in macros for view in MACROS[name].views}
-    if "decisions" in views:
-        views |= {"events", "samples", "credits"}
+    for name, others in _UNDER.items():
+        if name in views:
+            views |= others
     tables = {table for name in views for table in VIEWS[name].tables}
     tables |= {table for name in macros for table in MACROS[name].tables}
     tables |= {name for name in TABLES if f"t_{name}" in words}
@@ -81,9 +87,11 @@ def setup_of(names: Names, *, everything: bool) -> list[str]:
     ]
 
 
-def functions_of(names: Names) -> list[str]:
+def functions_of(names: Names, *, everything: bool = False) -> list[str]:
     """Names of the functions to register."""
-    return [MACROS[name].function for name in names.macros if MACROS[name].function]
+    views = VIEWS if everything else names.views
+    wanted = [MACROS[name].function for name in names.macros] + [VIEWS[name].function for name in views]
+    return [name for name in dict.fromkeys(wanted) if name]
 
 
 def sql_columns(table: str) -> dict[str, str]:

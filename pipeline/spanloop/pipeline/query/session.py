@@ -205,7 +205,7 @@ class Query:
             "cpu_s": int(self._timeout_s * self._threads) + 10, "open_files": 128 + 2 * len(files), "tenant": self._tenant,
             "tables": as_json(known),
             "folders": sorted({os.path.dirname(file) for file in files}),
-            "setup": setup_of(names, everything=listing), "functions": functions_of(names),
+            "setup": setup_of(names, everything=listing), "functions": functions_of(names, everything=listing),
         }  # fmt: skip
         child, self._child = self._child or Child(), None
         self._running = child
