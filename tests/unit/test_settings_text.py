@@ -33,7 +33,16 @@ def test_the_example_is_toml_that_changes_nothing(tmp_path):
         "tenant",
         "bootstrap_servers",
         "credentials",
+        "judges",
     }
+
+
+def test_the_example_of_a_judge_can_be_taken_in(tmp_path):
+    path = tmp_path / "spanloop.toml"
+    judge = re.sub(r"^#(?=[a-z\[])", "", example(), flags=re.M).partition("\n[[judges]]")[2]
+    path.write_text(f"[[judges]]{judge}")
+    (found,) = load_settings(path).judges
+    assert (found.name, found.share) == ("clarity/1", 1.0)
 
 
 def test_every_line_of_the_example_can_be_taken_in(tmp_path):
@@ -42,7 +51,9 @@ def test_every_line_of_the_example_can_be_taken_in(tmp_path):
     path.write_text(text)
     assert load_settings(path) == Settings()
     assert origins(path)["credentials"] == "default"
-    assert all(where == "file" for name, where in origins(path).items() if name != "credentials")
+    assert all(
+        where == "file" for name, where in origins(path).items() if name not in ("credentials", "judges")
+    )
     path.write_text(text + "\n[[credentials]]" + credentials)
     assert load_settings(path).credentials[0].role == "agent"
 

@@ -11,12 +11,17 @@ from typing import Any
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from spanloop.schemas.settings import Credential, Settings, origins
+from spanloop.schemas.settings import Credential, JudgeTerm, Settings, origins
 
 __all__ = ["MASK", "example", "resolved"]
 
 MASK = "********"
 """Stands for a secret that is set."""
+_JUDGE = {
+    "name": "clarity/1", "url": "http://127.0.0.1:8000/v1", "model": "judge-7b", "channel": "clarity",
+    "rubric": "Is what the agent hands back clear and complete?",
+}  # fmt: skip
+"""Of the example, what has no default."""
 _SECRET = re.compile(r"password|secret|token|credential|jaas|\.pem$|\.config$", re.IGNORECASE)
 """Properties of foreign clients that may hold one."""
 
@@ -32,7 +37,7 @@ def example() -> str:
     for name, field in Settings.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             sections.append((name, field.annotation))
-        elif name != "credentials":
+        elif name not in ("credentials", "judges"):
             lines += _setting(name, field)
     for name, model in sections:
         lines += ["", f"[{name}]", *(f"# {line}" for line in _own_doc(model))]
@@ -43,6 +48,10 @@ def example() -> str:
         lines += [f"# {line}" for line in (field.description or "").splitlines()]
         value = "long-random-text" if key == "key" else "agent" if field.is_required() else field.default
         lines.append(f"#{key} = {_toml(value)}")
+    lines += ["", *(f"# {line}" for line in _own_doc(JudgeTerm)), "#[[judges]]"]
+    for key, field in JudgeTerm.model_fields.items():
+        lines += [f"# {line.strip()}" for line in (field.description or "").splitlines()]
+        lines.append(f"#{key} = {_toml(_JUDGE.get(key, field.default))}")
     return "\n".join(lines) + "\n"
 
 

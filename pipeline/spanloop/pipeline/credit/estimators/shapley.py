@@ -205,19 +205,21 @@ def sample_orders(
     size *= 2 if both else 1
     count = max(2, (evaluations - spent) // size)
     orders = design(both)(draw(rng, count))
-    values, width = _blocks(game, orders, ends)
-    # What happens once in as many orders as were drawn may not have been seen: no error is smaller than its share.
-    errors = np.maximum(values.std(axis=0, ddof=1) / np.sqrt(count), width / (count * len(orders)))
+    values, widths = _blocks(game, orders, ends)
+    # What happens once in as many orders as were drawn may not have been seen: no error is smaller than its share. How large it
+    # can be, a player's own contributions tell; those of all where its own were always the same.
+    widths = np.where(widths > 0, widths, widths.max())
+    errors = np.maximum(values.std(axis=0, ddof=1) / np.sqrt(count), widths / (count * len(orders)))
     return Shares(values.mean(axis=0), errors, count, spent + count * size, estimator)
 
 
-def _blocks(game: Game, orders: list[Orders], ends: Floats | None) -> tuple[Floats, float]:
-    """Mean marginal contributions, shape (count, n), over the orders of each block, and the range of all contributions."""
+def _blocks(game: Game, orders: list[Orders], ends: Floats | None) -> tuple[Floats, Floats]:
+    """Mean marginal contributions, shape (count, n), over the orders of each block, and the range of each player's, shape (n,)."""
     total = np.zeros(orders[0].shape)
-    low, high = np.inf, -np.inf
+    low, high = np.full(total.shape[1], np.inf), np.full(total.shape[1], -np.inf)
     for one in orders:
         found = _marginals(game, one, ends)
-        low, high = min(low, float(found.min())), max(high, float(found.max()))
+        low, high = np.minimum(low, found.min(axis=0)), np.maximum(high, found.max(axis=0))
         total += found
     return total / len(orders), high - low
 
