@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-seeds stack test test-full lint bench fuzz controls soak vllm-env lock clean
+.PHONY: help demo demo-decisions demo-seeds stack test test-full lint bench fuzz controls soak vllm-env lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
@@ -28,6 +28,9 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY) ## Run the whole loop (about 6 minutes) and write $(OUT)/report.html; SEED=n
 	@$(BIN)/spanloop demo --seed $(SEED) --out $(OUT)
+
+demo-decisions: $(READY) ## The same for a team whose LLM is closed: it asks /v1/decide (about 4 minutes)
+	@$(BIN)/spanloop demo --decisions --seed $(SEED) --out $(OUT)
 
 demo-seeds: $(READY) ## The demo on five seeds; results in benchmarks/results/demo_seeds.json
 	@$(BIN)/python benchmarks/demo_seeds.py --seeds 5

@@ -20,14 +20,19 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from dispatch_desk import game
+from dispatch_desk.decide import request_of
 from dispatch_desk.optimum import BlindRule, Graph, best_blind_rule, uniform
 from numpy.typing import NDArray
 
-__all__ = ["Player", "compare_decisions", "evaluate", "interval"]
+if TYPE_CHECKING:
+    from spanloop.learner.decision_policy import DecisionNet
+    from spanloop.schemas.decision_tokens import DecisionIds
+
+__all__ = ["Player", "compare_decisions", "decision_of", "evaluate", "interval", "scores_of"]
 
 FIRST_SEED = 10**9
 """Seeds of evaluation tickets begin here: no client's ticket has one."""
@@ -42,9 +47,11 @@ class Player:
     """A version as served: probabilities of the allowed words of a query, each query computed once."""
 
     def __init__(self, folder: Path, exploration: float) -> None:
-        from spanloop.learner.policy import load_artifact
+        from spanloop.learner.decision_policy import DecisionNet
+        from spanloop.learner.model import load_artifact
 
-        self._artifact = load_artifact(folder)
+        self._artifact: Any = load_artifact(folder)
+        self._compute = self._decide if isinstance(self._artifact.net, DecisionNet) else self._read
         self._exploration = exploration
         self._known: dict[tuple[tuple[str, ...], tuple[str, ...]], Floats] = {}
 
@@ -63,7 +70,20 @@ class Player:
             self._compute(ordered[start : start + PLACES])
         return [self._known[q.board, q.prefix] for q in queries]
 
-    def _compute(self, queries: Sequence[game.Query]) -> None:
+    def _decide(self, queries: Sequence[game.Query]) -> None:
+        """Ask a decision policy, as its server does, many at once."""
+        from spanloop.learner.serving.sampling import behaviour
+
+        asked = [decision_of(query) for query in queries]
+        for query, (decision, places), scores in zip(
+            queries, asked, scores_of(self._artifact.net, [decision for decision, _ in asked]), strict=True
+        ):
+            found = np.zeros(len(places))
+            found[places] = behaviour(scores[: len(decision.options)], exploration=self._exploration)
+            self._known[query.board, query.prefix] = found
+
+    def _read(self, queries: Sequence[game.Query]) -> None:
+        """Let a policy of text read the boards."""
         import torch
 
         from spanloop.learner.serving.sampling import behaviour
@@ -80,6 +100,33 @@ class Player:
         for query, values in zip(queries, logits, strict=True):
             open_words = values[tokenizer.encode(query.allowed)]
             self._known[query.board, query.prefix] = behaviour(open_words, exploration=self._exploration)
+
+
+def decision_of(query: game.Query) -> tuple[DecisionIds, list[int]]:
+    """A query as the decision that the desk asks for, and the place of each of its options among the allowed words."""
+    from spanloop.learner.decision_features import DecisionRequest, MenuItem, decision_ids
+
+    asked = request_of(query.board, query.prefix, query.allowed)
+    menu = [item if isinstance(item, str) else MenuItem(**item) for item in asked["menu"]]
+    return decision_ids(DecisionRequest(asked["kind"], menu, asked["state"]))
+
+
+def scores_of(net: DecisionNet, decisions: Sequence[DecisionIds]) -> Floats:
+    """(N, K) scores of the options of several decisions, padded behind each one's own."""
+    import torch
+
+    parts = [[(o, *d) for o, d in zip(one.options, one.details, strict=True)] for one in decisions]
+    state_NF = np.zeros((len(decisions), max(len(one.state) for one in decisions)), np.int64)
+    option_NKG = np.zeros(
+        (len(decisions), max(map(len, parts)), max(len(p) for one in parts for p in one)), np.int64
+    )
+    for n, one in enumerate(decisions):
+        state_NF[n, : len(one.state)] = one.state
+        for k, part in enumerate(parts[n]):
+            option_NKG[n, k, : len(part)] = part
+    state, option = torch.from_numpy(state_NF), torch.from_numpy(option_NKG)
+    with torch.no_grad():
+        return net.scores(state, state > 0, option, option > 0).double().numpy()
 
 
 def _draw(probabilities: Floats, luck: float) -> int:

@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import aiohttp
 from dispatch_desk import game
@@ -31,6 +32,9 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from pydantic_ai import Agent, InstrumentationSettings
+
+if TYPE_CHECKING:
+    from dispatch_desk.decide import DecisionDesk
 
 __all__ = ["main"]
 
@@ -117,7 +121,7 @@ class Outcomes:
 class Shift:
     """A run of the desk: tickets worked at the same time until there is no more to do."""
 
-    def __init__(self, options: argparse.Namespace, desk: Desk, outcomes: Outcomes) -> None:
+    def __init__(self, options: argparse.Namespace, desk: Desk | DecisionDesk, outcomes: Outcomes) -> None:
         self._options = options
         self._desk = desk
         self._outcomes = outcomes
@@ -195,11 +199,10 @@ async def run(options: argparse.Namespace) -> Shift:
     """Work tickets until told to stop; then wait for those in flight and send what is left."""
     url = os.environ["FEEDBACK_URL"]
     provider = instrument()
-    api_key = os.environ.get("OPENAI_API_KEY", "none")
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-        client = AsyncOpenAI(api_key=api_key) if options.sdk else ShortPathClient(session, api_key=api_key)
+        desk = _desk(options, session, provider)
         outcomes = Outcomes(session, url, random.Random(f"outcomes/{options.seed}/{options.first_ticket}"))
-        shift = Shift(options, Desk(options.model, client), outcomes)
+        shift = Shift(options, desk, outcomes)
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, setattr, shift, "stopping", True)
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, setattr, shift, "phone_open", True)
@@ -211,6 +214,21 @@ async def run(options: argparse.Namespace) -> Shift:
         await asyncio.to_thread(provider.shutdown)
         await outcomes.flush()
     return shift
+
+
+def _desk(
+    options: argparse.Namespace, session: aiohttp.ClientSession, provider: TracerProvider
+) -> Desk | DecisionDesk:
+    if options.decisions:
+        from dispatch_desk.decide import DecisionDesk
+
+        from spanloop.collectors import sdk
+
+        sdk.instrument(tracer_provider=provider)
+        return DecisionDesk(session, os.environ["OPENAI_BASE_URL"])
+    api_key = os.environ.get("OPENAI_API_KEY", "none")
+    client = AsyncOpenAI(api_key=api_key) if options.sdk else ShortPathClient(session, api_key=api_key)
+    return Desk(options.model, client)
 
 
 def main() -> None:
@@ -229,6 +247,11 @@ def main() -> None:
     )
     parser.add_argument("--phone", type=float, default=0.5, help="share of tickets by phone once it is open")
     parser.add_argument("--sdk", action="store_true", help="use the openai SDK's own client (slower)")
+    parser.add_argument(
+        "--decisions",
+        action="store_true",
+        help="a team whose LLM is closed: ask /v1/decide for each decision",
+    )
     parser.add_argument("--model", default="policy", help="model name to ask for")
     options = parser.parse_args()
     missing = [

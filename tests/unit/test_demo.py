@@ -139,6 +139,7 @@ class FakeSystem:
 
     def __init__(self, story: Story) -> None:
         self.workspace = Path("ws")
+        self.saboteur = "dispatch_desk.sabotage"
         self.story = story
         self.asked: list[list[str]] = []
         self.phone = 0

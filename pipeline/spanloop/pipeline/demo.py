@@ -63,6 +63,8 @@ class Options(msgspec.Struct, frozen=True):
     inject: bool
     plain: bool
     concurrency: int
+    decisions: bool = False
+    """The team's LLM is closed: what is trained is a decision policy that the team asks."""
     tickets: int = TICKETS
     """Fresh tickets on which each version is evaluated."""
 
@@ -88,7 +90,7 @@ class _Demo:
         self.options = options
         self.begun = time.monotonic()
         self.workspace = _fresh_workspace(options.out)
-        self.system = System(options.out, self.workspace, options.seed)
+        self.system = System(options.out, self.workspace, options.seed, decisions=options.decisions)
         self.points: list[Point] = []
         self.durations: dict[str, float] = {}
         self.start_ns = 0
@@ -204,6 +206,7 @@ class _Demo:
         reports = self.clients
         return {
             "seed": self.options.seed,
+            "policy": "decisions" if self.options.decisions else "text",
             "machine": {
                 "cpus": os.cpu_count(),
                 "python": platform.python_version(),

@@ -13,14 +13,19 @@ import click
 
 __all__ = ["demo"]
 
+MINUTES = 5.8
+DECISIONS_MINUTES = 3.9
+CONCURRENCY = 32
+DECISIONS_CONCURRENCY = 8
+"""Its clients are so light that more would outrun the pipeline."""
+
 
 @click.command()
 @click.option(
     "--minutes",
     type=click.FloatRange(min=0.5),
-    default=5.8,
-    show_default=True,
-    help="For everything: start, live part, evaluation, report.",
+    default=None,
+    help="For everything: start, live part, evaluation, report.  [default: 5.8, with --decisions 3.9]",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of tickets, policy and evaluation.")
 @click.option(
@@ -30,14 +35,18 @@ __all__ = ["demo"]
     show_default=True,
     help="Folder of workspace, logs, results.json and report.html.",
 )
+@click.option(
+    "--decisions",
+    is_flag=True,
+    help="A team whose LLM is closed (a script stands for it): it asks /v1/decide, and a decision policy is trained.",
+)
 @click.option("--no-inject", is_flag=True, help="Leave out the bad candidate.")
 @click.option("--plain", is_flag=True, help="Lines instead of a live display.")
 @click.option(
     "--concurrency",
     type=click.IntRange(min=1),
-    default=32,
-    show_default=True,
-    help="Tickets in work at once, in each of the two clients.",
+    default=None,
+    help="Tickets in work at once, in each of the two clients.  [default: 32, with --decisions 8]",
 )
 @click.option(
     "--tickets",
@@ -47,7 +56,15 @@ __all__ = ["demo"]
     help="Fresh tickets on which each version is evaluated.",
 )
 def demo(
-    *, minutes: float, seed: int, out: Path, no_inject: bool, plain: bool, concurrency: int, tickets: int
+    *,
+    minutes: float | None,
+    seed: int,
+    out: Path,
+    decisions: bool,
+    no_inject: bool,
+    plain: bool,
+    concurrency: int | None,
+    tickets: int,
 ) -> None:
     """Run the whole loop on this machine and watch the policy improve.
 
@@ -58,17 +75,19 @@ def demo(
     \b
     spanloop demo
     spanloop demo --minutes 3 --seed 1 --out /tmp/demo --plain
+    spanloop demo --decisions
     """
     from spanloop.pipeline.demo import Options, run_demo
 
     signal.signal(signal.SIGTERM, _interrupt)
     options = Options(
-        minutes=minutes,
+        minutes=minutes or (DECISIONS_MINUTES if decisions else MINUTES),
         seed=seed,
         out=out,
         inject=not no_inject,
+        decisions=decisions,
         plain=plain,
-        concurrency=concurrency,
+        concurrency=concurrency or (DECISIONS_CONCURRENCY if decisions else CONCURRENCY),
         tickets=tickets,
     )
     try:

@@ -109,7 +109,7 @@ class Injection:
         self._helper = self._system.helper(
             f"sabotage-{self._attempt}",
             [
-                "-m", "dispatch_desk.sabotage", "--champion", str(self._system.workspace / champion), "--out", str(out),
+                "-m", self._system.saboteur, "--champion", str(self._system.workspace / champion), "--out", str(out),
             ],
         )  # fmt: skip
         self._step = self._made

@@ -91,12 +91,15 @@ class System:
         out: Folder of the demo; logs go to ``out/logs``.
         workspace: Folder of the workspace.
         seed: Of tickets and policy.
+        decisions: The team's LLM is closed: a decision policy is asked and trained.
     """
 
-    def __init__(self, out: Path, workspace: Path, seed: int) -> None:
+    def __init__(self, out: Path, workspace: Path, seed: int, *, decisions: bool = False) -> None:
         self.workspace = workspace
         self.examples = find_examples()
-        self.config = self.examples / "dispatch_desk" / "spanloop.toml"
+        self.config = self.examples / "dispatch_desk" / ("decisions.toml" if decisions else "spanloop.toml")
+        self.saboteur = "dispatch_desk.sabotage_decisions" if decisions else "dispatch_desk.sabotage"
+        self._client_flags = ["--decisions"] if decisions else []
         self.peak_rss_mib: dict[str, float] = {}
         self._seed = seed
         self._logs = out / "logs"
@@ -168,6 +171,7 @@ class System:
             command = [
                 "-m", "dispatch_desk.main", "--seconds", "1e9", "--concurrency", str(concurrency),
                 "--seed", str(self._seed), "--first-ticket", str(number * FIRST_TICKET_STEP),
+                *self._client_flags,
             ]  # fmt: skip
             self._clients.append(self._start(f"client-{number + 1}", command, environment)[0])
 
