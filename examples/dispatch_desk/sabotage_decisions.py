@@ -32,7 +32,7 @@ LOUD = 12.0
 
 def _first(queue: str) -> list[game.Query]:
     """Triage of every kind of new ticket of a queue."""
-    hints = itertools.product(game.HINTS, repeat=3)
+    hints = [(a, b, c) for a, b, c in itertools.product(game.HINTS, repeat=3)]
     desks = [
         game.Desk(queue, depth, checker, found)
         for found in hints
