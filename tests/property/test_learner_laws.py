@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_world import CONFIG, World
 
-from spanloop.learner.batches import Window, group_advantages
+from spanloop.learner.batches import group_advantages
 from spanloop.learner.canary import Arm
 from spanloop.learner.gate import balance_weights, snips
 from spanloop.learner.policy import PolicyNet
 from spanloop.learner.promotion import Facts, PromotionState, apply, decide, fold
+from spanloop.learner.window import Window
 from spanloop.schemas.events import (
     CanaryFinished,
     CanaryStarted,

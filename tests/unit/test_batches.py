@@ -13,8 +13,9 @@ import pytest
 from learner_world import CONFIG, World
 
 from spanloop.learner.arrays import collate, minibatches, standardised, take
-from spanloop.learner.batches import Rollout, Window, group_advantages, to_rollout, with_advantages
+from spanloop.learner.batches import Rollout, group_advantages, to_rollout, with_advantages
 from spanloop.learner.policy import PolicyNet
+from spanloop.learner.window import Window
 from spanloop.schemas.events import SamplesBuilt
 
 NET = PolicyNet.initial(CONFIG, 0)

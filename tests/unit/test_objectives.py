@@ -16,8 +16,8 @@ from spanloop.learner.arrays import collate, summed
 from spanloop.learner.batches import Call, Decision, Rollout
 from spanloop.learner.losses import k3
 from spanloop.learner.model import TensorBatch
-from spanloop.learner.objectives.means import MEANS, token_weights, value_loss
-from spanloop.learner.objectives.ratios import accepted, interpolated_proximal, weights
+from spanloop.learner.objectives.means import MEANS, token_weights
+from spanloop.learner.objectives.ratios import accepted, weights
 from spanloop.learner.objectives.registry import OBJECTIVES, Objective, token_losses
 from spanloop.learner.objectives.surrogates import Clip, Surrogate, Tokens, cispo, gspo, ppo, reinforce
 from spanloop.learner.policy import PolicyConfig, PolicyNet
@@ -69,8 +69,6 @@ def test_corrected_objectives_are_verls(mean: str) -> None:
     ):
         theta = flat("theta").requires_grad_()
         check(f"{name}/{mean}", run(objective, theta), theta, mean)
-    theta = flat("theta").requires_grad_()
-    check(f"value/{mean}", value_loss(theta, flat("prox"), flat("advantage"), 0.2), theta, mean)
 
 
 def run(objective: Objective, theta: Tensor) -> Tensor:
@@ -136,8 +134,6 @@ def test_worked_values_of_cispo_and_the_sequence() -> None:
     assert float(got.mean()) == pytest.approx(1.237527, abs=1e-6)
     whole = weights(T, B, ALL, 1, kind="tis", cap=5.0, level="sequence")
     assert float(whole[0]) == pytest.approx(1.419068, abs=1e-6)
-    assert interpolated_proximal(T, B, (1, 4, 5)).tolist() == pytest.approx([-0.85, -0.6125, -1.775])
-    assert interpolated_proximal(T, B, (5, 5, 5)).tolist() == T.tolist()
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

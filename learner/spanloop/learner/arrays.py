@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from spanloop.learner.batches import Rollout
 
-__all__ = ["Arrays", "collate", "minibatches", "standardised", "summed", "take"]
+__all__ = ["Arrays", "collate", "minibatches", "roles_of", "standardised", "summed", "take"]
 
 
 class Arrays(msgspec.Struct, frozen=True):
@@ -122,13 +122,39 @@ def summed(arrays: Arrays, weighting: str, horizon: int) -> Arrays:
     return msgspec.structs.replace(arrays, weight_N=(arrays.weight_N * scale).astype(np.float32))
 
 
-def standardised(arrays: Arrays) -> Arrays:
-    """Advantages divided by their root mean square, so that one learning rate fits rewards of any unit; a batch without
-    signal stays as it is. Values keep their unit: the temperature is given in it."""
-    scale = float(np.sqrt(np.mean(np.square(arrays.advantage_N, dtype=np.float64))))
-    if not scale > 1e-9:
-        return arrays
-    return msgspec.structs.replace(arrays, advantage_N=(arrays.advantage_N / scale).astype(np.float32))
+def roles_of(rollouts: Sequence[Rollout]) -> NDArray[np.int64]:
+    """Number of each decision's role, in the order of ``collate``."""
+    names: dict[str, int] = {}
+    calls = [call for rollout in rollouts for call in rollout.calls]
+    numbers = [names.setdefault(call.role, len(names)) for call in calls]
+    return np.repeat(np.array(numbers, np.int64), [len(call.decisions) for call in calls])
+
+
+def standardised(arrays: Arrays, group_N: NDArray[np.int64] | None = None) -> Arrays:
+    """Advantages divided by their root mean square, so that one learning rate fits rewards of any unit; what has no
+    signal stays as it is. Values keep their unit: the temperature is given in it.
+
+    Args:
+        arrays: A batch.
+        group_N: Group of each decision: each group's own root mean square, so that a role whose accounts are small learns as
+            fast as one whose are large (agent-wise normalisation, Dr. MAS; without its mean, since accounts have one). None: one.
+    """
+    if group_N is None:
+        scale = _root_mean_square(arrays.advantage_N)
+        if not scale > 1e-9:
+            return arrays
+        return msgspec.structs.replace(arrays, advantage_N=(arrays.advantage_N / scale).astype(np.float32))
+    advantage_N = arrays.advantage_N.copy()
+    for group in np.unique(group_N):
+        own_N = group_N == group
+        scale = _root_mean_square(advantage_N[own_N])
+        if scale > 1e-9:
+            advantage_N[own_N] /= scale
+    return msgspec.structs.replace(arrays, advantage_N=advantage_N)
+
+
+def _root_mean_square(values_N: NDArray[np.float32]) -> float:
+    return float(np.sqrt(np.mean(np.square(values_N, dtype=np.float64))))
 
 
 def minibatches(count: int, size: int, *, seed: tuple[int, ...]) -> list[list[int]]:

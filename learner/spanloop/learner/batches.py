@@ -1,19 +1,13 @@
-"""From samples on the log to training batches: which orchestrations count, with which advantage.
+"""From samples on the log to training examples, and the advantages that they are trained with.
 
-Place: ``trainer`` folds SamplesBuilt records into a ``Window``; when it holds enough trainable orchestrations its
-boundary goes on the log (BatchCommitted) and its rollouts are trained on. A replay folds the same records between the
-same offsets and gets the same batch.
-
-Invariants: pure, no torch; the order is that of the log; of several revisions of an orchestration in one window the last
-counts; an orchestration that a batch used is never used again (the sample ledger); whatever is dropped is counted under
-its reason; every number that leaves here is finite.
+Place: ``window`` decides which of them a batch trains on. Invariants: pure, no torch; what gives no example says why; every
+number that leaves here is finite.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
@@ -27,9 +21,7 @@ __all__ = [
     "Decision",
     "GroupAdvantages",
     "Rollout",
-    "Window",
     "group_advantages",
-    "refusal",
     "to_rollout",
     "with_advantages",
 ]
@@ -65,6 +57,8 @@ class Call(msgspec.Struct, frozen=True):
     """Prompt and response tokens."""
     decisions: tuple[Decision, ...]
     weight: float = 1.0
+    call_id: str = ""
+    role: str = ""
 
 
 class Rollout(msgspec.Struct, frozen=True):
@@ -80,6 +74,10 @@ class Rollout(msgspec.Struct, frozen=True):
     calls: tuple[Call, ...]
     forced: int = 0
     """Tokens without a choice; they carry no gradient."""
+    frozen: int = 0
+    """Rows of roles that are not trained."""
+    corrects: int = 0
+    """Batch that taught an earlier revision, where this makes up for what it got wrong; 0: it is taught for the first time."""
 
     @property
     def num_decisions(self) -> int:
@@ -114,6 +112,8 @@ def _decisions(row: Sample, full_vocabulary: bool) -> tuple[list[Decision], int]
     forced = 0
     for index, token in enumerate(row.response_token_ids):
         if full_vocabulary and _whole(row, index):
+            if row.cut:
+                return "truncated_sampling"
             found.append(
                 Decision(
                     position=len(row.prompt_token_ids) + index - 1,
@@ -154,7 +154,12 @@ def _decisions(row: Sample, full_vocabulary: bool) -> tuple[list[Decision], int]
 
 
 def to_rollout(
-    built: SamplesBuilt, *, vocabulary_size: int, context: int, full_vocabulary: bool = False
+    built: SamplesBuilt,
+    *,
+    vocabulary_size: int,
+    context: int,
+    full_vocabulary: bool = False,
+    roles: Collection[str] = (),
 ) -> Rollout | str:
     """The training example of one orchestration, or the reason why it gives none.
 
@@ -163,15 +168,19 @@ def to_rollout(
         vocabulary_size: Of the policy.
         context: Longest prompt + response in tokens.
         full_vocabulary: Take a token without a menu as a decision over the whole vocabulary, instead of refusing the row.
+        roles: Those that are trained; rows of others are left out. Empty: all.
     """
     calls: list[Call] = []
     versions: set[int] = set()
-    forced = 0
+    forced = frozen = 0
     if not built.rows:
         return "no_rows"
     if not _finite((unmicro(built.reward), unmicro(built.baseline)), ADVANTAGE_MAX):
         return "non_finite"
     for row in built.rows:
+        if roles and row.role not in roles:
+            frozen += 1
+            continue
         ids = (*row.prompt_token_ids, *row.response_token_ids)
         if not row.prompt_token_ids or not row.response_token_ids:
             return "erased" if row.sealed else "malformed"
@@ -193,9 +202,9 @@ def to_rollout(
         decisions, without_choice = got
         forced += without_choice
         if decisions:
-            calls.append(Call(ids, tuple(decisions), row.weight))
+            calls.append(Call(ids, tuple(decisions), row.weight, row.call_id, row.role))
     if not calls:
-        return "no_choice"
+        return "frozen_roles" if frozen == len(built.rows) else "no_choice"
     return Rollout(
         orchestration_id=built.orchestration_id,
         revision=built.revision,
@@ -205,101 +214,8 @@ def to_rollout(
         versions=tuple(sorted(versions)),
         calls=tuple(calls),
         forced=forced,
+        frozen=frozen,
     )
-
-
-def refusal(
-    rollout: Rollout, *, ledger: Mapping[str, int], lag: Callable[[int], int | None], max_staleness: int
-) -> str:
-    """Why a rollout may not be trained on now; empty when it may.
-
-    Args:
-        rollout: A training example.
-        ledger: Orchestration id -> batch that used it.
-        lag: Version -> updates since it was made, None when the version is not on the log.
-        max_staleness: eta of METHODS 4.3: a larger lag of any of its versions is stale.
-    """
-    if rollout.orchestration_id in ledger:
-        return "used"
-    lags = [lag(version) for version in rollout.versions]
-    if any(value is None for value in lags):
-        return "unknown_version"
-    return "stale" if any(value is not None and value > max_staleness for value in lags) else ""
-
-
-class Window:
-    """A fold over SamplesBuilt in offset order that stops being interesting at a boundary.
-
-    ``add`` returns how many orchestrations are trainable now; a later revision replaces an earlier one and may also
-    take it back (its orchestration was joined into another).
-    """
-
-    def __init__(
-        self,
-        *,
-        ledger: Mapping[str, int],
-        lag: Callable[[int], int | None],
-        max_staleness: int,
-        vocabulary_size: int,
-        context: int,
-        full_vocabulary: bool = False,
-    ) -> None:
-        self._ledger = ledger
-        self._lag = lag
-        self._max_staleness = max_staleness
-        self._vocabulary_size = vocabulary_size
-        self._context = context
-        self._full_vocabulary = full_vocabulary
-        self._verdicts: dict[str, tuple[int, Rollout | str]] = {}
-        self._trainable = 0
-        self._superseded = 0
-        self.max_lag = 0
-
-    def add(self, built: SamplesBuilt) -> int:
-        """Fold one record; returns the number of trainable orchestrations."""
-        known = self._verdicts.get(built.orchestration_id)
-        if known is not None:
-            if known[0] >= built.revision:
-                return self._trainable
-            self._superseded += 1
-            self._trainable -= isinstance(known[1], Rollout)
-        verdict = self._judge(built)
-        self._trainable += isinstance(verdict, Rollout)
-        self._verdicts[built.orchestration_id] = (built.revision, verdict)
-        return self._trainable
-
-    def _judge(self, built: SamplesBuilt) -> Rollout | str:
-        if built.holdout:
-            return "holdout"
-        rollout = to_rollout(
-            built,
-            vocabulary_size=self._vocabulary_size,
-            context=self._context,
-            full_vocabulary=self._full_vocabulary,
-        )
-        if isinstance(rollout, str):
-            return rollout
-        reason = refusal(rollout, ledger=self._ledger, lag=self._lag, max_staleness=self._max_staleness)
-        if reason:
-            return reason
-        self.max_lag = max(self.max_lag, *(self._lag(version) or 0 for version in rollout.versions))
-        return rollout
-
-    @property
-    def trainable(self) -> int:
-        """Orchestrations that would be trained on if the window ended now."""
-        return self._trainable
-
-    def rollouts(self) -> list[Rollout]:
-        """The trainable ones, in the order in which they first appeared."""
-        return [verdict for _, verdict in self._verdicts.values() if isinstance(verdict, Rollout)]
-
-    def dropped(self) -> dict[str, int]:
-        """Reason -> number of orchestrations that were not trained on (and of revisions replaced in the window)."""
-        counts = Counter(verdict for _, verdict in self._verdicts.values() if isinstance(verdict, str))
-        if self._superseded:
-            counts["superseded"] += self._superseded
-        return dict(sorted(counts.items()))
 
 
 class GroupAdvantages(msgspec.Struct, frozen=True):

@@ -64,6 +64,8 @@ class LearnerState(msgspec.Struct, frozen=True):
     """Steps that were not finite and left the weights as they were."""
     report: BatchReport | None = None
     format: int = 1
+    taught: dict[str, int] = {}
+    """Orchestration id -> offset of the samples that the ledger's batch trained on."""
 
 
 class Checkpoint(msgspec.Struct, frozen=True):

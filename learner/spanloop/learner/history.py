@@ -6,7 +6,7 @@ Invariant: a record that cannot be read is logged and skipped; it never stops tr
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from spanloop.pipeline.log import scan
 from spanloop.pipeline.ports import Log
@@ -14,7 +14,7 @@ from spanloop.schemas import topics
 from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.events import Event, SamplesBuilt, decode
 
-__all__ = ["decode_samples", "read_policies", "read_samples"]
+__all__ = ["decode_samples", "fetcher", "read_policies", "read_samples"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,6 +38,15 @@ def read_samples(log: Log, tenant: str, after: int, upto: int) -> Iterable[tuple
         built = decode_samples(record.value, tenant)
         if built is not None:
             yield built, record.offset
+
+
+def fetcher(log: Log, tenant: str) -> Callable[[int], SamplesBuilt | None]:
+    """Reads the samples at one offset; None where they are not this tenant's, or cannot be read any more."""
+
+    def fetch(offset: int) -> SamplesBuilt | None:
+        return next((built for built, _ in read_samples(log, tenant, offset - 1, offset)), None)
+
+    return fetch
 
 
 def decode_samples(value: bytes, tenant: str) -> SamplesBuilt | None:

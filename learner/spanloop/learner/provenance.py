@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from spanloop.learner.batches import Rollout
-from spanloop.learner.history import read_policies, read_samples
+from spanloop.learner.history import fetcher, read_policies, read_samples
 from spanloop.learner.model import Shape, read_manifest
 from spanloop.learner.promotion import PromotionState, fold
 from spanloop.learner.training import select
@@ -76,12 +76,21 @@ def lessons_of(
     state = fold(events)
     found: list[tuple[BatchCommitted, list[Rollout], dict[str, int]]] = []
     ledger: dict[str, int] = {}
+    taught: dict[str, int] = {}
     for event, _ in events:
         if not isinstance(event, BatchCommitted) or (found and event.batch <= found[-1][0].batch):
             continue
         samples = read_samples(log, tenant, event.from_offset, event.to_offset)
-        chosen = select(event, samples, ledger=ledger, batch_of=state.batch_of, config=config)
-        ledger = chosen.ledger
+        chosen = select(
+            event,
+            samples,
+            ledger=ledger,
+            batch_of=state.batch_of,
+            config=config,
+            taught=taught,
+            fetch=fetcher(log, tenant),
+        )
+        ledger, taught = chosen.ledger, chosen.taught
         found.append((event, chosen.rollouts, chosen.window.dropped()))
     return found
 

@@ -31,7 +31,7 @@ from spanloop.learner.audit import Audit
 from spanloop.learner.checkpoint import BatchReport
 from spanloop.learner.decision_policy import DecisionConfig, DecisionNet
 from spanloop.learner.evaluation import Evaluation
-from spanloop.learner.history import decode_samples, read_policies, read_samples
+from spanloop.learner.history import decode_samples, fetcher, read_policies, read_samples
 from spanloop.learner.model import Policy, load_artifact, other_policy, read_manifest
 from spanloop.learner.policy import PolicyConfig, PolicyNet
 from spanloop.learner.promoter import Promoter
@@ -127,8 +127,12 @@ class Learner:
     ) -> None:
         self.settings = settings
         self._log = log
+        self._clock = clock
         self._tenant, self._policy = settings.tenant, settings.gateway.policy
         self._hyper = hyper_of(settings)
+        self._fetch = fetcher(log, self._tenant)
+        self._full_s: float | None = None
+        """Since when the open window has been full and waits for groups."""
         config, tokenizer, net = initial_policy(settings)
         self.promoter = Promoter(
             settings, log=log, registry=registry, serving=serving, clock=clock, tokenizer=tokenizer
@@ -177,7 +181,8 @@ class Learner:
         self._open_window()
 
     def _open_window(self) -> None:
-        self.training.open_window(self._batch_of, self._hyper)
+        self.training.open_window(self._batch_of, self._hyper, self._fetch)
+        self._full_s = None
         self._trained_to = self.training.state.to_offset
 
     def _batch_of(self, version: int) -> int | None:
@@ -274,23 +279,51 @@ class Learner:
                 f"batch {committed.batch} is on the log already: another learner works on this workspace; stop one"
             )
         samples = read_samples(self._log, self._tenant, committed.from_offset, committed.to_offset)
-        self.training.train(committed, samples, self._batch_of)
+        self.training.train(committed, samples, self._batch_of, self._fetch)
         self._unsaved = True
         self._open_window()
         return True
 
     def _fill(self) -> bool:
+        """Read on until a batch is due; True when it is."""
         wanted = self.settings.learner.batch_orchestrations
-        while self.training.trainable < wanted:
+        while self.training.trainable < wanted or not self._groups_are_whole():
             records = self._log.read([topics.SAMPLES], {topics.SAMPLES: self._trained_to}, READ_MAX)
             if not records:
                 return False
             for record in records:
                 self._trained_to = record.offset
                 self.training.offer(decode_samples(record.value, self._tenant), record.offset)
-                if self.training.trainable >= wanted:
+                if self.training.trainable >= wanted and self._groups_are_whole():
                     break
         return True
+
+    def _groups_are_whole(self) -> bool:
+        """Whether no group of the open window waits for members, or has waited long enough. Where the boundary falls is written
+        on the log, so that a clock may decide it."""
+        section, window = self.settings.learner, self.training.window
+        if section.advantage != "group" or section.group_size < 2 or window is None:
+            return True
+        if all(members >= section.group_size for members in window.groups().values()):
+            return True
+        now_s = self._clock.now_ns() / 1e9
+        self._full_s = now_s if self._full_s is None else self._full_s
+        return now_s - self._full_s >= section.group_timeout_s
+
+    def idle_reason(self) -> str:
+        """Why no batch is being trained, for people."""
+        if self.promoter.state.frozen:
+            return "learning is frozen: `spanloop policies unfreeze` goes on"
+        window = self.training.window
+        have, wanted = self.training.trainable, self.settings.learner.batch_orchestrations
+        if window is None:
+            return "no window is open"
+        if have >= wanted:
+            return f"{have} orchestrations wait for the rest of their groups"
+        dropped = ", ".join(f"{count} {reason}" for reason, count in window.dropped().items())
+        return f"{have} of {wanted} trainable orchestrations have come" + (
+            f"; left out: {dropped}" if dropped else ""
+        )
 
 
 # ---------------------------------------------------------------- the process
@@ -315,14 +348,22 @@ def run(learner: Learner, stop: threading.Event, *, ready: Callable[[], None]) -
     """Step until ``stop``; ``ready`` is called once, when a champion is routed to or serving lets us wait too long."""
     pause_s, announced = POLL_S, False
     deadline = time.monotonic() + READY_S
+    stall_s = learner.settings.learner.stall_s
+    last_s = time.monotonic()
     while not stop.is_set():
+        reason = ""
         try:
             busy = learner.step()
             pause_s = POLL_S
         except TransientError as exc:
             pause_s = min(BACKOFF_MAX_S, max(0.5, pause_s * 2))
             _LOG.warning("%s (again in %.1f s)", exc.message, pause_s)
-            busy = False
+            busy, reason = False, exc.message
+        if busy:
+            last_s = time.monotonic()
+        elif time.monotonic() - last_s >= stall_s:
+            _LOG.warning("no batch was trained for %.0f s: %s", stall_s, reason or learner.idle_reason())
+            last_s = time.monotonic()
         if not announced and (learner.bootstrapped or time.monotonic() > deadline):
             ready()
             announced = True

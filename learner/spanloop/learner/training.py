@@ -18,18 +18,30 @@ import msgspec
 from torch import Tensor
 
 from spanloop.learner import checkpoint as checkpoints
-from spanloop.learner.batches import Rollout, Window
+from spanloop.learner.batches import Rollout
 from spanloop.learner.checkpoint import BatchReport, Checkpoint, LearnerState
-from spanloop.learner.history import read_policies, read_samples
+from spanloop.learner.history import fetcher, read_policies, read_samples
 from spanloop.learner.model import Policy, Shape
 from spanloop.learner.promotion import PromotionState, fold
 from spanloop.learner.update import Hyper, Updater, exact_numerics
+from spanloop.learner.window import Window
 from spanloop.pipeline.ports import Log
 from spanloop.schemas.errors import SchemaError, TerminalError
 from spanloop.schemas.events import BatchCommitted, SamplesBuilt
 
-__all__ = ["Selection", "Training", "hyper_of_batch", "open_window", "replay", "samples_hash", "select"]
+__all__ = [
+    "Fetch",
+    "Selection",
+    "Training",
+    "hyper_of_batch",
+    "open_window",
+    "replay",
+    "samples_hash",
+    "select",
+]
 
+Fetch = Callable[[int], SamplesBuilt | None]
+"""Reads the samples at an offset."""
 LEDGER_BATCHES_MIN = 8
 """Batches that the sample ledger remembers at least; with a staleness bound of eta it remembers eta + 2: a revision
 that arrives later is stale, because its rows were acted before the batch that used it."""
@@ -42,6 +54,8 @@ class Selection(msgspec.Struct):
     window: Window
     ledger: dict[str, int]
     """The sample ledger after the batch."""
+    taught: dict[str, int]
+    """Of each in it, the offset of the record that was trained on."""
 
 
 def samples_hash(rollouts: Iterable[Rollout]) -> str:
@@ -68,8 +82,15 @@ def open_window(
     ledger: Mapping[str, int],
     batch_of: Callable[[int], int | None],
     config: Shape,
+    taught: Mapping[str, int] | None = None,
+    fetch: Fetch | None = None,
 ) -> Window:
     """An empty window behind ``batches`` batches."""
+    at = taught or {}
+
+    def earlier(orchestration_id: str) -> SamplesBuilt | None:
+        offset = at.get(orchestration_id)
+        return None if offset is None or fetch is None else fetch(offset)
 
     def lag(version: int) -> int | None:
         made = batch_of(version)
@@ -82,6 +103,9 @@ def open_window(
         vocabulary_size=config.vocabulary_size,
         context=config.context,
         full_vocabulary=config.full_vocabulary,
+        roles=frozenset(hyper.train_roles),
+        source_max=hyper.source_max,
+        taught=earlier if hyper.corrections and hyper.advantage != "group" else None,
     )
 
 
@@ -92,16 +116,38 @@ def select(
     ledger: Mapping[str, int],
     batch_of: Callable[[int], int | None],
     config: Shape,
+    taught: Mapping[str, int] | None = None,
+    fetch: Fetch | None = None,
 ) -> Selection:
-    """Fold the samples between a committed boundary; the same for the learner, a replay and provenance."""
+    """Fold the samples between a committed boundary; the same for the learner, a replay and provenance.
+
+    Args:
+        committed: The boundary, with its hyper-parameters.
+        samples: Records between it, with their offsets.
+        ledger: Orchestration id -> batch that used it.
+        batch_of: Version -> batch that made it.
+        config: Shape of the policy.
+        taught: ``Selection.taught`` of the batch before.
+        fetch: Reads the samples at an offset; None: late revisions are not made up for.
+    """
     hyper = hyper_of_batch(committed)
-    window = open_window(committed.batch - 1, hyper, ledger=ledger, batch_of=batch_of, config=config)
-    for built, _ in samples:
-        window.add(built)
+    window = open_window(
+        committed.batch - 1,
+        hyper,
+        ledger=ledger,
+        batch_of=batch_of,
+        config=config,
+        taught=taught,
+        fetch=fetch,
+    )
+    for built, offset in samples:
+        window.add(built, offset)
     rollouts = window.rollouts()
     oldest = committed.batch - max(LEDGER_BATCHES_MIN, hyper.max_staleness + 2)
     kept = {name: batch for name, batch in ledger.items() if batch > oldest}
-    return Selection(rollouts, window, kept | {r.orchestration_id: committed.batch for r in rollouts})
+    kept |= {r.orchestration_id: committed.batch for r in rollouts}
+    places = {name: at for name, at in ((taught or {}) | window.taught()).items() if name in kept}
+    return Selection(rollouts, window, kept, places)
 
 
 class Training:
@@ -123,10 +169,18 @@ class Training:
 
     # ------------------------------------------------------------ the open window
 
-    def open_window(self, batch_of: Callable[[int], int | None], hyper: Hyper) -> None:
+    def open_window(
+        self, batch_of: Callable[[int], int | None], hyper: Hyper, fetch: Fetch | None = None
+    ) -> None:
         """Start collecting behind the last batch."""
         self._window = open_window(
-            self.state.batch, hyper, ledger=self.state.ledger, batch_of=batch_of, config=self.config
+            self.state.batch,
+            hyper,
+            ledger=self.state.ledger,
+            batch_of=batch_of,
+            config=self.config,
+            taught=self.state.taught,
+            fetch=fetch,
         )
         self._boundary = self.state.to_offset
 
@@ -138,7 +192,12 @@ class Training:
             return
         self._boundary = offset
         if built is not None:
-            self._window.add(built)
+            self._window.add(built, offset)
+
+    @property
+    def window(self) -> Window | None:
+        """The open window."""
+        return self._window
 
     @property
     def trainable(self) -> int:
@@ -164,8 +223,9 @@ class Training:
         committed: BatchCommitted,
         samples: Iterable[tuple[SamplesBuilt, int]],
         batch_of: Callable[[int], int | None],
+        fetch: Fetch | None = None,
     ) -> None:
-        """Train the batch between a committed boundary; the window closes."""
+        """Train the batch between a committed boundary; the window closes. ``fetch``: see ``select``."""
         if committed.batch != self.state.batch + 1 or committed.from_offset != self.state.to_offset:
             raise TerminalError(
                 f"batch {committed.batch} (samples after {committed.from_offset}) does not follow the weights, which "
@@ -173,11 +233,22 @@ class Training:
                 "the checkpoint of another workspace copied here?"
             )
         hyper = hyper_of_batch(committed)
-        chosen = select(committed, samples, ledger=self.state.ledger, batch_of=batch_of, config=self.config)
+        chosen = select(
+            committed,
+            samples,
+            ledger=self.state.ledger,
+            batch_of=batch_of,
+            config=self.config,
+            taught=self.state.taught,
+            fetch=fetch,
+        )
         rollouts, window = chosen.rollouts, chosen.window
+        fresh = sum(not r.corrects for r in rollouts)
         metrics = self.updater.train(rollouts, hyper, committed.batch) if rollouts else {}
         metrics |= {
-            "orchestrations": float(len(rollouts)),
+            "orchestrations": float(fresh),
+            "corrections": float(len(rollouts) - fresh),
+            "frozen_rows": float(sum(r.frozen for r in rollouts)),
             "decisions": float(sum(r.num_decisions for r in rollouts)),
             "staleness": float(window.max_lag),
             "steps_skipped": float(self.updater.skipped),
@@ -187,6 +258,7 @@ class Training:
             batch=committed.batch,
             to_offset=committed.to_offset,
             ledger=chosen.ledger,
+            taught=chosen.taught,
             steps=self.updater.steps,
             skipped=self.updater.skipped,
             report=BatchReport(
@@ -212,7 +284,7 @@ class Training:
         behind = [b for b in batches if b.batch > self.state.batch]
         for committed in behind:
             samples = read_samples(log, tenant, committed.from_offset, committed.to_offset)
-            self.train(committed, samples, policies.batch_of)
+            self.train(committed, samples, policies.batch_of, fetcher(log, tenant))
             self.save()
         return len(behind)
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spanloop.learner.arrays import Arrays, collate, minibatches, standardised, summed, take
+from spanloop.learner.arrays import Arrays, collate, minibatches, roles_of, standardised, summed, take
 from spanloop.learner.batches import Rollout, with_advantages
 from spanloop.learner.losses import CLOSED, LossTerms, joined, policy_loss
 from spanloop.learner.model import Policy, TensorBatch, scored
@@ -67,6 +67,14 @@ class Hyper(msgspec.Struct, frozen=True):
     """A large model computes prefixes that rows share once (``packing``); changes the last bits."""
     standardise: bool = True
     """Divide account advantages by their root mean square over the batch (values keep their unit)."""
+    normalise: str = "batch"
+    """Over what that root mean square is taken: batch, or role: each role's own."""
+    train_roles: tuple[str, ...] = ()
+    """Roles whose calls are trained; empty: all."""
+    source_max: int = 0
+    """Orchestrations of one source that a batch trains on at most; 0: no bound."""
+    corrections: bool = False
+    """Late revisions of what was taught are made up for."""
 
     def named(self) -> Objective:
         """The objective with this update's numbers."""
@@ -105,6 +113,11 @@ def hyper_of(settings: Settings) -> Hyper:
     }
     values |= {name: value for name, value in own.items() if not values[name]}
     values["packing"] = values["packing"] and not settings.learner.decisions
+    share, batch = settings.learner.source_share_max, settings.learner.batch_orchestrations
+    values |= {
+        "corrections": settings.learner.late_corrections,
+        "source_max": math.ceil(share * batch) if share < 1.0 else 0,
+    }
     return Hyper(exploration=settings.serving.exploration, **values)
 
 
@@ -173,7 +186,7 @@ class Updater:
         prepared, notes = with_advantages(rollouts, hyper.advantage)
         arrays = collate(prepared, weighting=hyper.weighting)
         if hyper.standardise:
-            arrays = standardised(arrays)
+            arrays = standardised(arrays, roles_of(prepared) if hyper.normalise == "role" else None)
         prox_NK = self._proximal(_tensors(arrays, hyper), hyper)
         temperature = hyper.temperature(batch)
         history: list[tuple[LossTerms, float]] = []

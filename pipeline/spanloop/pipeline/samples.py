@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -143,6 +143,16 @@ def _row(call: ModelCall, ledger: Ledger, level: str, credit_of: Mapping[str, in
         menu_logprobs=tuple(tuple(o.logprob for o in menu) for menu in call.menus) if has_menus else (),
         menu_values=values.menus if values is not None else (),
         sealed=call.sealed,
+        cut=_is_cut(call.sampling),
+    )
+
+
+def _is_cut(sampling: Mapping[str, Any]) -> bool:
+    """Whether options were taken away before sampling by their probability."""
+    top_p, top_k, min_p = (sampling.get(name) for name in ("top_p", "top_k", "min_p"))
+    return any(
+        isinstance(value, int | float) and low < value < high
+        for value, low, high in ((top_p, -math.inf, 1.0), (top_k, 0.0, math.inf), (min_p, 0.0, math.inf))
     )
 
 

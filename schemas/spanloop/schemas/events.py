@@ -288,6 +288,8 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     """Rows of one rollout sum to 1."""
     sealed: str = ""
     """The call's token arrays under the key of their trace (``pipeline.sealing``); they are then empty here."""
+    cut: bool = False
+    """The request asked for truncated sampling (top_p, top_k, min_p): log-probabilities are of what was left of the options."""
 
 
 class SamplesBuilt(Event, frozen=True, omit_defaults=True, tag="samples_built", kw_only=True):

@@ -322,6 +322,21 @@ class Learner(_Section):
     """ledger: the token's account; group: group-relative outcome; all_action: counterfactual values of the whole menu."""
     divergence: str = Field("reverse", pattern="^(forward|reverse)$")
     """all_action: direction of the divergence from the soft-greedy policy of the values (losses.py)."""
+    normalise: str = Field("batch", pattern="^(batch|role)$")
+    """Advantages are divided by their root mean square over the batch, or each role's by its own (Dr. MAS)."""
+    train_roles: tuple[str, ...] = ()
+    """Roles (docs/objectives.md) whose calls are trained; those of the others are frozen: they act and are not taught. Empty: all."""
+    source_share_max: float = Field(1.0, gt=0, le=1)
+    """Share of a batch that orchestrations of one harness may be; more of them are left out and counted (source_share)."""
+    late_corrections: bool = True
+    """Make up for what a later revision says of an orchestration that was taught, as long as it is not stale. Not with
+    advantage = "group"."""
+    group_size: int = Field(0, ge=0)
+    """With advantage = "group": a batch waits until each of its groups has so many members; 0: it does not."""
+    group_timeout_s: float = Field(60.0, ge=0)
+    """... but no longer than this."""
+    stall_s: float = Field(300.0, gt=0)
+    """The log says why no batch was trained for so long."""
     deterministic: bool = True
     learning_share: float = Field(0.5, ge=0, le=0.9)
     """Traffic that the newest candidate may serve between promotions."""

@@ -68,8 +68,6 @@ def main() -> None:
         lossy(f"decoupled_tis/{mode}", loss)
         loss, _ = verl.compute_policy_loss_reinforce(behaviour, theta, advantage, mask, mode, config, weights)
         lossy(f"reinforce_tis/{mode}", loss)
-        value, _ = verl.compute_value_loss(theta, advantage, prox, mask, 0.2, mode)
-        lossy(f"value/{mode}", value)
     for level in ("token", "sequence"):
         for threshold in ("1.3", "0.7_1.3"):
             weights, _ = compute_rollout_correction_weights(prox - behaviour, mask, level, threshold)

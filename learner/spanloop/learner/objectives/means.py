@@ -1,4 +1,4 @@
-"""From tokens to one number: how much each token's loss counts, and the loss of a value head.
+"""From tokens to one number: how much each token's loss counts.
 
 The mean of a batch is sum(weight * loss); these are the weights. Whether a rollout with more tokens counts more is decided here.
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spanloop.learner.objectives.ratios import sequence_sums
 
-__all__ = ["MEANS", "token_weights", "value_loss"]
+__all__ = ["MEANS", "token_weights"]
 
 MEANS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 
@@ -49,12 +49,3 @@ def token_weights(seq_N: Tensor, num: int, mean: str, *, horizon: int = 0) -> Te
     if horizon <= 0:
         raise ValueError("seq-mean-token-sum-norm needs the longest possible sequence as its horizon")
     return ones_N / sequences / horizon
-
-
-def value_loss(predicted_N: Tensor, before_N: Tensor, returns_N: Tensor, clip: float) -> Tensor:
-    """Half the squared error (N,), at least that of a prediction which moved no further than ``clip`` from ``before_N``.
-
-    Source: PPO's clipped value loss (as in verl and TRL).
-    """
-    clipped_N = before_N + (predicted_N - before_N).clamp(-clip, clip)
-    return 0.5 * torch.maximum((predicted_N - returns_N).square(), (clipped_N - returns_N).square())

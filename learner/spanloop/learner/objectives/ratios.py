@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["SAFE", "accepted", "interpolated_proximal", "sequence_means", "sequence_sums", "weights"]
+__all__ = ["SAFE", "accepted", "sequence_means", "sequence_sums", "weights"]
 
 SAFE = 20.0
 """Largest absolute log ratio that is exponentiated."""
@@ -111,20 +111,3 @@ def accepted(
     if kind == "token_k3":
         return k3_N <= upper
     return (sequence_means(k3_N, seq_N, num) <= upper)[seq_N]
-
-
-def interpolated_proximal(theta_N: Tensor, behaviour_N: Tensor, versions: tuple[int, int, int]) -> Tensor:
-    """p about b + alpha (theta - b), alpha = (v_p - v_b) / (v_theta - v_b): the proximal log-probabilities without a forward
-    pass; ``versions`` are (behaviour, proximal, current). Where behaviour is current, theta itself.
-
-    Source: METHODS 4.2 (AReaL, log-linear proximal approximation).
-
-    >>> b, t = torch.tensor([-1., -.5, -2.]), torch.tensor([-.8, -.65, -1.7])
-    >>> [round(float(p), 4) for p in interpolated_proximal(t, b, (1, 4, 5))]
-    [-0.85, -0.6125, -1.775]
-    """
-    acted, proximal, current = versions
-    if current == acted:
-        return theta_N.detach()
-    alpha = (proximal - acted) / (current - acted)
-    return behaviour_N + alpha * (theta_N.detach() - behaviour_N)
