@@ -190,7 +190,7 @@ def open_ones(count: int, settings: Pipeline) -> dict:
         "rss_mib_open": round(held / 2**20, 1),
         "state_bytes_per_span": round(desk.state_bytes / spans),
         "components_left": len(desk.stage.joiner.of_trace),
-        "evidence_left": len(desk.stage.joiner._evidence),  # no port tells it
+        "evidence_left": desk.stage.joiner.num_evidence(),
     }
 
 

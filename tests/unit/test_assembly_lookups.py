@@ -13,6 +13,7 @@ from spanloop.pipeline.assembly.join import Joiner, TraceBuffer
 from spanloop.pipeline.assembly.tree import Tree
 from spanloop.pipeline.dialects import encode_operation, operation_of
 from spanloop.pipeline.dialects.fields import (
+    Heard,
     answer_hash,
     answered_calls,
     asked_calls,
@@ -138,7 +139,7 @@ def test_an_input_read_once_tells_what_three_readings_do():
     for seed in range(3000):
         rng = random.Random(seed)
         given = conversation(rng)
-        assert heard(given) == (answered_calls(given), fresh_answers(given), first_user_hash(given))
+        assert heard(given) == Heard(answered_calls(given), fresh_answers(given), first_user_hash(given))
 
 
 def usual(rng: random.Random, role: str) -> dict[str, object]:

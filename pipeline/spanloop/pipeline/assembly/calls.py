@@ -45,7 +45,11 @@ class Calls:
     def response_id(self, call: int) -> str:
         """Response id of a call, empty when unknown."""
         ops = self.tree.ops
-        return next((f.response_id for i in self.groups[call] if (f := ops[i].call) and f.response_id), "")
+        for i in self.groups[call]:
+            facts = ops[i].call
+            if facts is not None and facts.response_id:
+                return facts.response_id
+        return ""
 
     def start(self, call: int) -> int:
         """Start of a call, ns."""
@@ -70,10 +74,12 @@ class Calls:
     def asker(self, agent: int, call_id: str, at_ns: int) -> int:
         """The call of ``agent`` that asked for the tool call ``call_id`` which ran at ``at_ns``; by id,
         else the agent's last call begun before it; -1 without one."""
-        asked = self._asked.get((agent, call_id), []) if call_id else []
-        if asked:
-            return asked[max(bisect_right(asked, at_ns, key=self.start) - 1, 0)]
-        return self.before(agent, at_ns)
+        asked = self._asked.get((agent, call_id)) if call_id else None
+        if not asked:
+            return self.before(agent, at_ns)
+        if len(asked) == 1:
+            return asked[0]
+        return asked[max(bisect_right(asked, at_ns, key=self.start) - 1, 0)]
 
     def before(self, agent: int, at_ns: int) -> int:
         """The agent's last call begun at or before ``at_ns``, -1 without one."""
@@ -97,23 +103,24 @@ class Calls:
         return calls[-1] if calls else -1
 
     def _index(self) -> None:
-        ops = self.tree.ops
-        self._ids = [
-            self.response_id(call) or ops[group[0]].span_id for call, group in enumerate(self.groups)
-        ]
+        ops, groups = self.tree.ops, self.groups
+        self._ids = [self.response_id(call) or ops[group[0]].span_id for call, group in enumerate(groups)]
         for call, agent in enumerate(self.agent):
             if call in self.unplaced:
                 continue
             self.of_agent[agent].append(call)
             if agent < 0:
                 continue
-            for i in self.groups[call]:
-                facts = self.tree.ops[i].call
-                for asked in facts.asked if facts else ():
-                    known = self._asked[(agent, asked.id)]
-                    if asked.id and (not known or known[-1] != call):
-                        known.append(call)
-        self._starts = {agent: [self.start(call) for call in calls] for agent, calls in self.of_agent.items()}
+            for i in groups[call]:
+                facts = ops[i].call
+                for asked in facts.asked if facts is not None else ():
+                    if asked.id:
+                        known = self._asked[(agent, asked.id)]
+                        if not known or known[-1] != call:
+                            known.append(call)
+        self._starts = {
+            agent: [ops[groups[call][0]].start_ns for call in calls] for agent, calls in self.of_agent.items()
+        }
 
 
 def collect_calls(tree: Tree) -> Calls:
@@ -124,18 +131,22 @@ def collect_calls(tree: Tree) -> Calls:
     by_response: dict[str, int] = {}
     members: dict[int, list[int]] = {}
     gateway = False
-    for i in tree.preorder:
+    parent, carrying = tree.parent, set(tree.census.calls)
+    for i in tree.preorder if carrying else ():
+        if i not in carrying:
+            continue
         op = ops[i]
         facts = op.call
         if facts is None:
             continue
-        if op.kind == "note" and tree.parent[i] in leader:
-            members[leader[tree.parent[i]]].append(i)
+        if op.kind == "note" and parent[i] in leader:
+            members[leader[parent[i]]].append(i)
         if op.kind != "model_call" or i in judged:
             continue
-        gateway = gateway or facts.gateway is not None
+        above = parent[i]
+        if facts.gateway is not None:
+            gateway, above = True, above_call(tree, i)
         head = by_response.get(facts.response_id, i) if facts.response_id else i
-        above = above_call(tree, i)
         if head == i and above in leader and _layered(ops[above], op):
             head = leader[above]
         leader[i] = head
@@ -207,23 +218,18 @@ def _is_gateway(op: Operation) -> bool:
 
 def model_call(calls: Calls, call: int, agent_id: str, tool_status: dict[str, str]) -> ModelCall:
     """The ModelCall of a group; ``tool_status`` says what became of the tool calls it asked for."""
-    ops = [calls.tree.ops[i] for i in calls.groups[call]]
-    facts = ops[0].call if len(ops) == 1 else None
-    facts = facts or _together(ops)
-    told = ModelCall(
-        id=calls.id(call),
-        agent_id=agent_id,
-        span_ids=calls.span_ids(call),
-        start_ns=calls.start(call),
-        end_ns=calls.end(call),
-        model=facts.model,
-        response_id=facts.response_id,
-        input_tokens=facts.input_tokens,
-        output_tokens=facts.output_tokens,
-        finish_reasons=facts.finish_reasons,
-        tool_calls=tuple([ToolCall(a.id, a.name, tool_status.get(a.id, "")) for a in facts.asked]),
-        status="error" if ops[0].status == "error" else "ok",
+    group = calls.groups[call]
+    primary = calls.tree.ops[group[0]]
+    facts = primary.call if len(group) == 1 else None
+    facts = facts or _together([calls.tree.ops[i] for i in group])
+    tool_calls = (
+        [ToolCall(a.id, a.name, tool_status.get(a.id, "")) for a in facts.asked] if facts.asked else ()
     )
+    told = ModelCall(
+        calls.id(call), agent_id, calls.span_ids(call), primary.start_ns, max(primary.end_ns, primary.start_ns),
+        facts.model, facts.response_id, facts.input_tokens, facts.output_tokens, facts.finish_reasons, tuple(tool_calls),
+        status="error" if primary.status == "error" else "ok",
+    )  # fmt: skip
     return told if facts.gateway is None else _served(told, facts.gateway)
 
 

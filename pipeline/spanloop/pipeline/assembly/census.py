@@ -32,10 +32,11 @@ class Census:
         """By the kind that the dialect gave."""
         kinds = self.of_kind
         for i, op in enumerate(ops):
-            if op.kind in kinds:
-                kinds[op.kind].append(i)
+            kind = op.kind
+            if kind in kinds:
+                kinds[kind].append(i)
             else:
-                kinds[op.kind] = [i]
+                kinds[kind] = [i]
             if op.call is not None:
                 self.calls.append(i)
             if op.tool is not None:

@@ -96,17 +96,16 @@ class Delegations:
 def find_delegations(tree: Tree, calls: Calls) -> Delegations:
     """The delegations among the agent runs of ``tree``."""
     found = Delegations(tree)
-    agents = [i for i in tree.agent_ops() if i not in tree.same_run]
+    agents = tree.agent_ops()
+    if tree.same_run:
+        agents = [i for i in agents if i not in tree.same_run]
     handed_over = _handovers(tree, agents, found)
+    special = bool(tree.virtual or tree.routed)
     roots = []
     for i in agents:
-        placed = (
-            i in handed_over
-            or _virtual(tree, i, found)
-            or _routed(tree, i, found)
-            or _by_place(tree, i, found)
-        )
-        if not placed:
+        if i in handed_over or (special and (_virtual(tree, i, found) or _routed(tree, i, found))):
+            continue
+        if not _by_place(tree, i, found):
             roots.append(i)
     _handed_by(tree, roots, found)
     roots = [i for i in roots if i not in found.into]
@@ -192,7 +191,7 @@ def _started_by_engine(tree: Tree, roots: list[int], found: Delegations) -> None
 
 def _by_place(tree: Tree, i: int, found: Delegations) -> bool:
     source, tool = above(tree, found, i), tree.tool[i]
-    if act := found.acts.act(tool):
+    if tree.census.said and (act := found.acts.act(tool)):
         handover = tree.ops[tool].handover
         first = act == "delegate" and tool not in found.tools
         mode = handover.mode if handover is not None and first else "return_to_caller"
@@ -264,10 +263,13 @@ def _tasks(tree: Tree, calls: Calls, roots: list[int], found: Delegations) -> No
     """Rule (g) inside one trace: a run outside any other whose task is the argument of a tool call that contains
     it in time; its instrumentation hangs sub-agents off the root."""
     wanted = Waiting(tree)
-    for i in roots:
-        first = calls.of_agent.get(i, [])[:1]
-        facts = [tree.ops[j].run for j in (i,)] + [tree.ops[j].call for c in first for j in calls.groups[c]]
-        task = next((f.task_hash for f in facts if f is not None and f.task_hash), "")
+    for i in roots if tree.census.tools else ():
+        run = tree.ops[i].run
+        task = run.task_hash if run is not None else ""
+        if not task:
+            first = calls.of_agent.get(i, [])[:1]
+            told = [tree.ops[j].call for c in first for j in calls.groups[c]]
+            task = next((f.task_hash for f in told if f is not None and f.task_hash), "")
         if task:
             wanted.add((tree.ops[i].trace_id, task), i)
     if not wanted:
@@ -334,7 +336,7 @@ def _mode(tree: Tree, calls: Calls, delegation: Delegation) -> str:
     """Control was passed on when the source ended, well, without another model call after the target's end."""
     if delegation.target in tree.virtual:
         return "return_to_caller"
-    if (why := tree.routed.get(delegation.target)) is not None and why.source == delegation.source:
+    if tree.routed and (why := tree.routed.get(delegation.target)) and why.source == delegation.source:
         return "return_to_caller" if why.returns else "pass_control"
     if delegation.mode == "pass_control" and (delegation.tool >= 0 or delegation.rule == "parent_node_key"):
         return "pass_control"

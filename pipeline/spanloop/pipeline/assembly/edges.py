@@ -10,7 +10,6 @@ are compared only within one agent.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
 
 import msgspec
 
@@ -27,95 +26,107 @@ class _Line:
 
     def __init__(self) -> None:
         self.events: list[OrchestrationEvent] = []
-        self.keys: list[tuple[int, int, str]] = []
+        self._keys: list[tuple[int, int, str]] | None = None
 
-    def append(self, event: OrchestrationEvent) -> None:
-        self.events.append(event)
-        self.keys.append(_key(event))
-
-    def after(self, event: OrchestrationEvent, kind: str = "") -> OrchestrationEvent | None:
-        """First event, of type ``kind`` if given, behind ``event`` (of any agent)."""
-        for place in range(bisect_right(self.keys, _key(event)), len(self.events)):
-            if not kind or self.events[place].type == kind:
-                return self.events[place]
-        return None
+    def after(self, event: OrchestrationEvent) -> OrchestrationEvent | None:
+        """First event behind ``event`` (of any agent)."""
+        if self._keys is None:
+            self._keys = [_key(own) for own in self.events]
+        place = bisect_right(self._keys, _key(event))
+        return self.events[place] if place < len(self.events) else None
 
 
 def _key(event: OrchestrationEvent) -> tuple[int, int, str]:
     return event.t_ns, RANK[event.type], event.id
 
 
+class _Sorted:
+    """The events of an orchestration by agent and by type."""
+
+    def __init__(self, events: list[OrchestrationEvent]) -> None:
+        self.lines: dict[str, _Line] = {}
+        self.next_of: dict[str, OrchestrationEvent] = {}
+        """The same agent's next event, by the event's id."""
+        self._of_type: dict[str, list[OrchestrationEvent]] = {kind: [] for kind in RANK}
+        last: dict[str, OrchestrationEvent] = {}
+        for event in events:
+            agent = event.agent_id or event.agent
+            line = self.lines.get(agent)
+            if line is None:
+                line = self.lines[agent] = _Line()
+            else:
+                self.next_of[last[agent].id] = event
+            last[agent] = event
+            line.events.append(event)
+            self._of_type[event.type].append(event)
+
+    def of(self, kind: str) -> list[OrchestrationEvent]:
+        """Events of one type, in order."""
+        return self._of_type[kind]
+
+
 def build_edges(work: Inference) -> tuple[Edge, ...]:
     """Edges of ``work.events`` (sorted), sorted and without repeats."""
-    lines: dict[str, _Line] = defaultdict(_Line)
-    for event in work.events:
-        lines[event.agent_id or event.agent].append(event)
-    edges: set[tuple[str, str, str]] = set()
-    for line in lines.values():
-        for one, two in zip(line.events, line.events[1:], strict=False):
-            edges.add((one.id, two.id, "temporal"))
-    _decisions(work, edges)
-    _results(work, lines, edges)
-    _flows(work, lines, edges)
-    return tuple(Edge(*edge) for edge in sorted(with_logged_edges(work, edges)))
+    events = _Sorted(work.events)
+    edges = {(one, two.id, "temporal") for one, two in events.next_of.items()}
+    _decisions(work, events, edges)
+    _results(work, events, edges)
+    _flows(events, edges)
+    return tuple([Edge(*edge) for edge in sorted(with_logged_edges(work, edges))])
 
 
-def _decisions(work: Inference, edges: set[tuple[str, str, str]]) -> None:
+def _decisions(work: Inference, events: _Sorted, edges: set[tuple[str, str, str]]) -> None:
     decision_of: dict[tuple[str, str], str] = {}
-    delegate_of: dict[tuple[str, str], str] = {}
-    for event in work.events:
-        if event.type == "orchestrator_decision":
-            if event.call_id and event.id not in work.told_decisions:
-                decision_of[(event.agent_id, event.call_id)] = event.id
-        elif event.type == "delegate":
-            delegate_of[(event.agent_id, event.to_id)] = event.id
-    for event in work.events:
-        told = work.decided_by.get(event.id)
-        if told and event.type != "spawn":
-            edges.add((told, event.id, "causal"))
-            continue
-        if event.type not in ("delegate", "tool_call", "aggregate", "spawn"):
-            continue
-        decision = told or decision_of.get((event.agent_id, event.call_id))
-        if event.type == "aggregate":
-            if decision:
-                edges.add((event.id, decision, "causal"))
-        elif event.type == "spawn":
-            started = work.acts.act(work.operation_of_event.get(event.id, -1)) == "spawn"
-            cause = told if started else delegate_of.get((event.agent_id, event.to_id)) or decision
-            if cause:
-                edges.add((cause, event.id, "spawn"))
-        elif decision:
-            edges.add((decision, event.id, "causal"))
+    for event in events.of("orchestrator_decision"):
+        if event.call_id and event.id not in work.told_decisions:
+            decision_of[(event.agent_id, event.call_id)] = event.id
+    delegate_of = {(event.agent_id, event.to_id): event.id for event in events.of("delegate")}
+    decided_by = work.decided_by
+    if decided_by:
+        for event in work.events:
+            if event.type != "spawn" and (told := decided_by.get(event.id)):
+                edges.add((told, event.id, "causal"))
+    for kind in ("delegate", "tool_call", "aggregate"):
+        for event in events.of(kind):
+            decision = decision_of.get((event.agent_id, event.call_id))
+            if not decision or (decided_by and decided_by.get(event.id)):
+                continue
+            edges.add(
+                (event.id, decision, "causal") if kind == "aggregate" else (decision, event.id, "causal")
+            )
+    for event in events.of("spawn"):
+        told = decided_by.get(event.id)
+        started = work.acts.act(work.operation_of_event.get(event.id, -1)) == "spawn"
+        cause = told if started else delegate_of.get((event.agent_id, event.to_id))
+        if cause is None and not started:
+            cause = told or decision_of.get((event.agent_id, event.call_id))
+        if cause:
+            edges.add((cause, event.id, "spawn"))
 
 
-def _results(work: Inference, lines: dict[str, _Line], edges: set[tuple[str, str, str]]) -> None:
-    calls = {
-        work.operation_of_event[e.id]: e.id
-        for e in work.events
-        if e.type == "tool_call" and e.id in work.operation_of_event
-    }
-    targets: dict[str, list[str]] = defaultdict(list)
+def _results(work: Inference, events: _Sorted, edges: set[tuple[str, str, str]]) -> None:
+    operation_of = work.operation_of_event
+    calls = {operation_of[e.id]: e.id for e in events.of("tool_call") if e.id in operation_of}
     runs: dict[str, int] = {}
     for i in work.runs:
         runs.setdefault(work.tree.ops[i].span_id, i)
-    by_span = {e.evidence[0]: e.id for e in work.events if e.type == "return"}
-    for event in work.events:
-        if event.type == "aggregate":
-            for span in event.evidence:
-                if span in by_span:
-                    edges.add((by_span[span], event.id, "aggregate"))
-                    targets[by_span[span]].append(event.id)
-    for event in work.events:
-        if event.type == "tool_result":
-            call = calls.get(work.operation_of_event.get(event.id, -1))
-            if call:
-                edges.add((call, event.id, "return"))
-            following = lines[event.agent_id or event.agent].after(event)
-            if following is not None:
-                edges.add((event.id, following.id, "tool_dependency"))
-        elif event.type == "return" and event.to_id and event.id not in targets:
-            following = lines[event.to_id].after(_as_received(work, runs, event))
+    returns = events.of("return")
+    by_span = {event.evidence[0]: event.id for event in returns}
+    used: set[str] = set()
+    for event in events.of("aggregate"):
+        for span in event.evidence:
+            if span in by_span:
+                edges.add((by_span[span], event.id, "aggregate"))
+                used.add(by_span[span])
+    for event in events.of("tool_result"):
+        call = calls.get(operation_of.get(event.id, -1))
+        if call:
+            edges.add((call, event.id, "return"))
+        if (following := events.next_of.get(event.id)) is not None:
+            edges.add((event.id, following.id, "tool_dependency"))
+    for event in returns:
+        if event.to_id and event.id not in used and (line := events.lines.get(event.to_id)) is not None:
+            following = line.after(_as_received(work, runs, event))
             if following is not None:
                 edges.add((event.id, following.id, "return"))
 
@@ -137,19 +148,19 @@ def _as_received(work: Inference, runs: dict[str, int], event: OrchestrationEven
     return event if one_clock(sent, back) else msgspec.structs.replace(event, t_ns=max(back.end_ns, 0))
 
 
-def _flows(work: Inference, lines: dict[str, _Line], edges: set[tuple[str, str, str]]) -> None:
+def _flows(events: _Sorted, edges: set[tuple[str, str, str]]) -> None:
+    lines = events.lines
     first: set[str] = set()
-    for event in work.events:
-        if event.type == "spawn" and event.to_id and event.to_id not in first:
+    for event in events.of("spawn"):
+        if event.to_id and event.to_id not in first:
             first.add(event.to_id)
-            line = lines.get(event.to_id)
-            if line and line.events:
-                edges.add((event.id, line.events[0].id, "causal"))
-        elif event.type == "message" and event.to_id in lines:
+            if event.to_id in lines:
+                edges.add((event.id, lines[event.to_id].events[0].id, "causal"))
+    for event in events.of("message"):
+        if event.to_id in lines:
             following = lines[event.to_id].after(event)
             if following is not None:
                 edges.add((event.id, following.id, "message"))
-        elif event.type == "safety_event":
-            following = lines[event.agent_id or event.agent].after(event)
-            if following is not None:
-                edges.add((event.id, following.id, "safety_flow"))
+    for event in events.of("safety_event"):
+        if (following := events.next_of.get(event.id)) is not None:
+            edges.add((event.id, following.id, "safety_flow"))

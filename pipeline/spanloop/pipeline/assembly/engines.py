@@ -23,22 +23,22 @@ _ACTS = frozenset({"model_call", "tool_call", "handover"})
 
 def mark_engines(tree: Tree) -> None:
     """Note on each such run that it is an engine; before turns are merged and places are looked up."""
-    ops = tree.ops
+    ops, parent = tree.ops, tree.parent
     runs = [i for i, op in enumerate(ops) if op.kind == "agent_run"]
     if len(runs) < 2:
         return
-    above = _nearest(tree)
+    acts = [i for i, op in enumerate(ops) if op.kind in _ACTS]
+    busy = {parent[i] for i in acts}
+    if all(i in busy or ops[i].call is not None for i in runs):
+        return
+    above, direct = _nearest(tree)
     acting = {i for i in runs if ops[i].call is not None}
-    calling: set[int] = set()
-    for i, op in enumerate(ops):
-        if op.kind in _ACTS:
-            acting.add(above[i][0])
-            if op.kind == "model_call":
-                calling.add(above[i][0])
+    acting.update([above[i] for i in acts])
+    calling = {above[i] for i in acts if ops[i].kind == "model_call"}
     engines: dict[int, bool] = {}
     for i in reversed(runs):
-        op, (agent, direct) = ops[i], above[i]
-        if agent < 0 or agent in acting or not direct:
+        op, agent = ops[i], above[i]
+        if agent < 0 or agent in acting or not direct[i]:
             continue
         outer = ops[agent]
         repeats = outer.layer != op.layer or folded(outer.agent) == folded(op.agent)
@@ -49,19 +49,18 @@ def mark_engines(tree: Tree) -> None:
             ops[agent] = msgspec.structs.replace(ops[agent], run=msgspec.structs.replace(run, engine=True))
 
 
-def _nearest(tree: Tree) -> list[tuple[int, bool]]:
-    """For each operation (nearest agent run above or -1, whether no tool call lies between)."""
+def _nearest(tree: Tree) -> tuple[list[int], bytearray]:
+    """For each operation the nearest agent run above or -1, and whether no tool call lies between."""
     ops, parent = tree.ops, tree.parent
-    found: list[tuple[int, bool]] = [(-1, True)] * len(ops)
+    nearest, direct = [-1] * len(ops), bytearray(b"\1") * len(ops)
     for i in tree.preorder:
         outer = parent[i]
         if outer < 0:
             continue
         kind = ops[outer].kind
         if kind == "agent_run":
-            found[i] = (outer, True)
-        elif kind in ("tool_call", "handover"):
-            found[i] = (found[outer][0], False)
+            nearest[i] = outer
         else:
-            found[i] = found[outer]
-    return found
+            nearest[i] = nearest[outer]
+            direct[i] = 0 if kind in ("tool_call", "handover") else direct[outer]
+    return nearest, direct

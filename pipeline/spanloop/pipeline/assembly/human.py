@@ -61,12 +61,14 @@ def pauses(tree: Tree) -> list[tuple[int, int]]:
 def interruptions(tree: Tree) -> list[tuple[int, int]]:
     """(node that was interrupted, the same node as it goes on), one for each run of an engine that goes on: a person answers all of
     its interrupts at once."""
-    if not any(op.node is not None and op.node.paused for op in tree.ops):
+    nodes = tree.census.nodes
+    if not any((node := tree.ops[i].node) is not None and node.paused for i in nodes):
         return []
     waiting: dict[tuple[str, str], int] = {}
     paused: set[tuple[str, str]] = set()
     found: dict[tuple[str, str], tuple[int, int]] = {}
-    for i, op in enumerate(tree.ops):
+    for i in nodes:
+        op = tree.ops[i]
         node = op.node
         if node is None or not node.instance:
             continue

@@ -9,7 +9,6 @@ delegated. Source: DIALECTS 3.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 
 from spanloop.pipeline.assembly.calls import Calls
@@ -24,7 +23,7 @@ from spanloop.pipeline.assembly.safety import add_safety, failed
 from spanloop.pipeline.assembly.said import add_said_events
 from spanloop.pipeline.assembly.tree import Tree
 from spanloop.pipeline.dialects.operation import Operation
-from spanloop.schemas.canonical import digest
+from spanloop.schemas.canonical import Framed, bytes_hash, digest
 from spanloop.schemas.orchestration import Agent, Decision, OrchestrationEvent
 
 __all__ = ["RANK", "USER", "Inference", "infer_events"]
@@ -37,6 +36,11 @@ RANK = {
     )
 }  # fmt: skip
 """Order of events at the same nanosecond: causes before effects."""
+_FRAMED = Framed()
+_KIND_FRAMED = {kind: _FRAMED["event"] + _FRAMED[kind] for kind in RANK}
+"""How the parts of an event's id begin."""
+_UNNAMED = _FRAMED[""]
+_NOBODY = _UNNAMED + _UNNAMED
 
 
 class Inference:
@@ -47,16 +51,19 @@ class Inference:
         self.runs = sorted([i for i in tree.agent_ops() if i not in found.same_run] + found.engines)
         seen: set[str] = set()
         self.agent_ids: dict[int, str] = {}
+        self._names: dict[int, str] = {}
+        self._framed = Framed()
+        self._parties: dict[int, tuple[str, str, bytes]] = {}
+        """(id, name, both framed for ids of events) of each agent run."""
         for i in self.runs:
             op = tree.ops[i]
-            self.agent_ids[i] = op.span_id if op.span_id not in seen else f"{op.trace_id}:{op.span_id}"
+            own = op.span_id if op.span_id not in seen else f"{op.trace_id}:{op.span_id}"
             seen.add(op.span_id)
-        self.turns: dict[int, list[int]] = defaultdict(list)
+            name = tree.name(i)
+            self.agent_ids[i], self._names[i] = own, name
+            self._parties[i] = (own, name, self._framed[name] + self._framed[own])
+        self.turns = _loop_turns(tree)
         """Structure directly in each run: the turns of its loop."""
-        for i, op in enumerate(tree.ops):
-            if op.kind == "unknown" and tree.parent[i] >= 0 and tree.ops[tree.parent[i]].kind == "agent_run":
-                self.turns[tree.agent[i]].append(i)
-        self._names = {i: tree.name(i) for i in self.runs}
         self.events: list[OrchestrationEvent] = []
         self.logged = LoggedEvents()
         self._ids: dict[str, int] = {}
@@ -80,16 +87,29 @@ class Inference:
             return fallback
         return self._names[agent] if agent in self._names else self.tree.name(agent)
 
+    def _party(self, agent: int, fallback: str) -> tuple[str, str, bytes]:
+        """(id, name, both framed) of a party that has no run here."""
+        name = self.name(agent, fallback)
+        return "", name, self._framed[name] + _UNNAMED if name else _NOBODY
+
     def add(self, kind: str, t_ns: int, rule: str, confidence: float, evidence: Iterable[str], *, agent: int,
             name: str = "", to: int = -1, to_name: str = "", tool: str = "", call: int = -1, operation: int = -1,
             status: str = "", mode: str = "", triggered: bool | None = None,
             decision: Decision | None = None) -> OrchestrationEvent:  # fmt: skip
         """Record an event; parties are agent runs (index) or, where there is none, names."""
-        spans = tuple(evidence)
-        agent_id = self.agent_ids.get(agent, "")
-        to_id = self.agent_ids.get(to, "")
-        actor, other = self.name(agent, name), self.name(to, to_name)
-        event_id = self._new_id("event", kind, actor, agent_id, other, to_id, tool, *spans)
+        spans = evidence if type(evidence) is tuple else tuple(evidence)
+        framed, parties = self._framed, self._parties
+        agent_id, actor, one = parties[agent] if agent in parties else self._party(agent, name)
+        to_id, other, two = parties[to] if to in parties else self._party(to, to_name)
+        told = [_KIND_FRAMED[kind], one, two, framed[tool] if tool else _UNNAMED]
+        for span in spans:
+            told.append(framed[span])
+        event_id = bytes_hash(b"".join(told))[:20]
+        if event_id in self._ids:  # two traces repeat each other's span ids
+            self._ids[event_id] += 1
+            event_id = digest(event_id, self._ids[event_id])[:20]
+        else:
+            self._ids[event_id] = 1
         call_id = ""
         if call >= 0:
             call_id = self.calls.id(call)
@@ -97,20 +117,11 @@ class Inference:
         if operation >= 0:
             self.operation_of_event[event_id] = operation
         event = OrchestrationEvent(
-            event_id, kind, actor, max(t_ns, 0), confidence, rule, spans, agent_id, other, to_id, tool, status, triggered,
-            mode, call_id, decision,
+            event_id, kind, actor, t_ns if t_ns > 0 else 0, confidence, rule, spans, agent_id, other, to_id, tool, status,
+            triggered, mode, call_id, decision,
         )  # fmt: skip
         self.events.append(event)
         return event
-
-    def _new_id(self, *parts: str) -> str:
-        """A digest; where two traces repeat each other's span ids, the second of equal ones is numbered."""
-        name = digest(*parts)[:20]
-        if name not in self._ids:
-            self._ids[name] = 1
-            return name
-        self._ids[name] += 1
-        return digest(name, self._ids[name])[:20]
 
     def agents(self) -> tuple[Agent, ...]:
         """Agent instances by start and id."""
@@ -118,7 +129,7 @@ class Inference:
         for i in self.runs:
             op = self.tree.ops[i]
             into = self.found.into.get(i)
-            name = self.tree.name(i)
+            name = self._names[i]
             listed.append(
                 Agent(
                     id=self.agent_ids[i],
@@ -156,34 +167,61 @@ def infer_events(tree: Tree, calls: Calls, found: Delegations) -> Inference:
     return work
 
 
+def _loop_turns(tree: Tree) -> dict[int, list[int]]:
+    """Operations that say nothing right below each agent's run."""
+    ops, parent, census = tree.ops, tree.parent, tree.census
+    turns: dict[int, list[int]] = {}
+    quiet = census.kind("unknown")
+    if census.nodes:  # some of which are no agents after all
+        quiet = sorted([*quiet, *census.kind("agent_run")])
+    for i in quiet:
+        if parent[i] >= 0 and ops[parent[i]].kind == "agent_run" and ops[i].kind == "unknown":
+            turns.setdefault(tree.agent[i], []).append(i)
+    return turns
+
+
 def _span(work: Inference, *indices: int) -> tuple[str, ...]:
     ops = work.tree.ops
-    return tuple(dict.fromkeys([ops[i].span_id for i in indices if i >= 0]))
+    spans = [ops[i].span_id for i in indices if i >= 0]
+    if len(spans) < 2 or (len(spans) == 2 and spans[0] != spans[1]):
+        return tuple(spans)
+    return tuple(dict.fromkeys(spans))
+
+
+def _pair(work: Inference, tool: int, run: int) -> tuple[str, ...]:
+    """``_span`` of a delegation's two operations."""
+    ops = work.tree.ops
+    if tool < 0 or run < 0:
+        return (ops[max(tool, run)].span_id,) if tool >= 0 or run >= 0 else ()
+    one, two = ops[tool].span_id, ops[run].span_id
+    return (one, two) if one != two else (one,)
 
 
 def _delegations(work: Inference) -> None:
     """Decisions with their delegations and spawns."""
+    told = bool(work.acts.indices)
     for source, delegations in work.found.by_source.items():
-        decisions: dict[int, list[Delegation]] = defaultdict(list)
+        decisions: dict[int, list[Delegation]] = {}
         deciding = [_deciding_call(work, d) if d.delegates else -1 for d in delegations]
         for d, call in zip(delegations, deciding, strict=True):
             if d.delegates:
-                decisions[call].append(d)
+                decisions.setdefault(call, []).append(d)
         for call, taken in decisions.items():
-            _decision(work, source, call, [d for d in taken if work.acts.decision_of(d.tool) < 0])
+            untold = [d for d in taken if work.acts.decision_of(d.tool) < 0] if told else taken
+            _decision(work, source, call, untold)
             for d in taken:
                 _delegate(work, d, call)
         for d, call in zip(delegations, deciding, strict=True):
             if d.spawns:
-                work.add("spawn", d.run_began(work.tree), d.rule, d.confidence, _span(work, d.tool, d.target), agent=source,
+                work.add("spawn", d.run_began(work.tree), d.rule, d.confidence, _pair(work, d.tool, d.target), agent=source,
                          name=d.source_name(work.tree), to=d.target, call=call, operation=d.tool,
-                         decision=work.acts.menu(d.tool, "spawn"))  # fmt: skip
+                         decision=work.acts.menu(d.tool, "spawn") if told else None)  # fmt: skip
 
 
 def _deciding_call(work: Inference, d: Delegation) -> int:
     if d.source < 0:
         return -1
-    op = work.tree.ops[d.tool] if d.tool >= 0 else work.tree.ops[d.target]
+    op = work.tree.ops[d.tool if d.tool >= 0 else d.target]
     return work.calls.asker(d.source, op.tool.call_id if op.tool else "", op.start_ns)
 
 
@@ -191,13 +229,15 @@ def _decision(work: Inference, source: int, call: int, taken: list[Delegation]) 
     """One decision for the turn; without model spans one for delegations that overlap."""
     into = work.found.into.get(source)
     entry = into is None or into.rule == "node_of_engine"
-    counted = [d for d in taken if entry or d.mode != "pass_control"]
-    if not counted or (source < 0 and not counted[0].source_name(work.tree)):
+    counted = taken if entry else [d for d in taken if d.mode != "pass_control"]
+    if not counted:
         return
     name = counted[0].source_name(work.tree)
+    if source < 0 and not name:
+        return
     if call >= 0:
         work.add("orchestrator_decision", work.calls.end(call), "call_delegates",
-                 min(d.confidence for d in counted), work.calls.span_ids(call), agent=source, name=name,
+                 min([d.confidence for d in counted]), work.calls.span_ids(call), agent=source, name=name,
                  call=call)  # fmt: skip
         return
     wave: list[Delegation] = []
@@ -219,10 +259,11 @@ def _decision(work: Inference, source: int, call: int, taken: list[Delegation]) 
 
 def _delegate(work: Inference, d: Delegation, call: int) -> None:
     begins = d.run_began(work.tree) if d.spawns else d.begins(work.tree)
-    event = work.add("delegate", begins, d.rule, d.confidence, _span(work, d.tool, d.target if d.spawns else -1),
+    event = work.add("delegate", begins, d.rule, d.confidence, _pair(work, d.tool, d.target if d.spawns else -1),
                      agent=d.source, name=d.source_name(work.tree), to=d.target, call=call, operation=d.tool,
-                     mode=d.mode, decision=work.acts.menu(d.tool, "delegate"))  # fmt: skip
-    if wave := work.wave_of.get((d.tool, d.target)):
+                     mode=d.mode,
+                     decision=work.acts.menu(d.tool, "delegate") if work.acts.indices else None)  # fmt: skip
+    if work.wave_of and (wave := work.wave_of.get((d.tool, d.target))):
         work.decided_by[event.id] = wave
 
 
@@ -230,28 +271,29 @@ def _aggregates(work: Inference) -> None:
     """The turn that first saw two or more results; each wave of results that came back together has its own."""
     told = work.acts.runs_that("aggregate", work)
     for source, delegations in work.found.by_source.items():
-        results = [
-            d
-            for d in delegations
-            if d.delegates and d.spawns and d.mode != "pass_control" and d.returned(work.tree)
-        ]
-        if source < 0 or len(results) < 2 or source in told:
+        if source < 0 or len(delegations) < 2 or source in told:
             continue
-        seen: dict[int, list[Delegation]] = defaultdict(list)
-        for d in results:
-            seen[work.calls.after(source, d.returned(work.tree))].append(d)
+        results = [
+            (d, back)
+            for d in delegations
+            if d.delegates and d.spawns and d.mode != "pass_control" and (back := d.returned(work.tree))
+        ]
+        if len(results) < 2:
+            continue
+        seen: dict[int, list[Delegation]] = {}
+        for d, back in results:
+            seen.setdefault(work.calls.after(source, back), []).append(d)
         unseen = seen.pop(-1, [])
         waves = {call: ds for call, ds in seen.items() if len(ds) > 1}
         if not waves and seen and not unseen:
-            last = max(seen)
-            waves = {last: results}
+            waves = {max(seen): [d for d, _ in results]}
         for call, ds in waves.items():
-            evidence = (*work.calls.span_ids(call), *sorted(_span(work, *(d.target for d in ds))))
-            work.add("aggregate", work.calls.start(call), "call_sees_results", min(d.confidence for d in ds), evidence,
+            evidence = (*work.calls.span_ids(call), *sorted(_span(work, *[d.target for d in ds])))
+            work.add("aggregate", work.calls.start(call), "call_sees_results", min([d.confidence for d in ds]), evidence,
                      agent=source, call=call)  # fmt: skip
         if work.calls.last(source) < 0:
-            work.add("aggregate", max(d.returned(work.tree) for d in results), "results_without_calls", 0.5,
-                     sorted(_span(work, *(d.target for d in results))), agent=source)  # fmt: skip
+            work.add("aggregate", max([back for _, back in results]), "results_without_calls", 0.5,
+                     sorted(_span(work, *[d.target for d, _ in results])), agent=source)  # fmt: skip
 
 
 def _tools(work: Inference) -> None:

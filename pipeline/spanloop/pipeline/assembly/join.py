@@ -14,7 +14,7 @@ last joins.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -77,16 +77,16 @@ class TraceBuffer:
     def add(self, operation: Operation, encoded: bytes) -> bool:
         """Take a version of a span; False when it changes nothing. Of several versions the finished one
         with the later end counts, then the larger bytes."""
-        span_id = operation.span_id
-        old = self.spans.get(span_id)
-        if old == encoded:
-            return False
+        span_id, spans = operation.span_id, self.spans
+        old = spans.get(span_id)
         if old is None:
-            self.spans[span_id] = encoded
+            spans[span_id] = encoded
             self.fresh.append(encoded)
             self._count(operation)
             self.missing.discard(span_id)
             return True
+        if old == encoded:
+            return False
         before = decode_operation(old)
         wins = (operation.end_ns, encoded) > (before.end_ns, old)
         loser = old if wins else encoded
@@ -115,14 +115,15 @@ class TraceBuffer:
         ]
 
     def _count(self, operation: Operation) -> None:
-        if operation.parent_id:
-            if operation.parent_id not in self.spans:
-                self.missing.add(operation.parent_id)
-        elif _is_root(operation):
+        parent_id = operation.parent_id
+        if parent_id:
+            if parent_id not in self.spans:
+                self.missing.add(parent_id)
+        elif not self.rooted and _is_root(operation):
             self.rooted = True
         if operation.end_ns <= 0:
             self.unfinished.add(operation.span_id)
-        if operation.kind in RELEVANT:
+        if not self.relevant and operation.kind in RELEVANT:
             self.relevant = True
 
     def _recount(self) -> None:
@@ -204,40 +205,37 @@ def team_keys(operation: Operation) -> list[str]:
     return [f"i/{team}/{stretch}" for stretch in range(begin // _TEAM_NS, last + 1)]
 
 
-def evidence_of(operation: Operation) -> Iterator[tuple[str, Seen]]:
-    """The pieces of evidence that an operation is one end of, by their key within the tenant."""
-    call = operation.call
+def evidence_of(operation: Operation) -> list[tuple[str, Seen]]:
+    """The pieces of evidence that an operation is one end of, with their keys within the tenant."""
+    trace_id, call, run = operation.trace_id, operation.call, operation.run
+    found: list[tuple[str, Seen]] = []
     if call is not None:
-        if call.response_id:
-            side = 0 if call.gateway is not None else 1
-            yield f"r/{call.response_id}", Seen(operation.trace_id, None, side)
-        if call.gateway is not None or not call.response_id:
-            for key, bare, end in text_ends(operation):
-                yield key, Seen(operation.trace_id, bare, end)
-    run = operation.run
+        gateway, response_id = call.gateway is not None, call.response_id
+        if response_id:
+            found.append((f"r/{response_id}", Seen(trace_id, None, 0 if gateway else 1)))
+        if gateway or not response_id:
+            found += [(key, Seen(trace_id, bare, end)) for key, bare, end in text_ends(operation)]
     if operation.node is not None or (run is not None and (run.pending or run.resumed)):
-        for key, end in pause_ends(operation):
-            yield key, Seen(operation.trace_id, None, end)
+        found += [(key, Seen(trace_id, None, end)) for key, end in pause_ends(operation)]
     if operation.message is not None and not operation.links:
-        for key in team_keys(operation):
-            yield key, Seen(operation.trace_id, None, ANY)
-    if operation.conversation:
+        found += [(key, Seen(trace_id, None, ANY)) for key in team_keys(operation)]
+    conversation = operation.conversation
+    if conversation:
         if operation.tool is not None:
             for text in operation.tool.argument_hashes:
-                yield f"t/{operation.conversation}/{text}", Seen(operation.trace_id, operation, 0)
+                found.append((f"t/{conversation}/{text}", Seen(trace_id, operation, 0)))
         elif run is not None and run.task_hash and not operation.parent_id:
-            key = f"t/{operation.conversation}/{run.task_hash}"
-            yield key, Seen(operation.trace_id, operation, 1)
+            found.append((f"t/{conversation}/{run.task_hash}", Seen(trace_id, operation, 1)))
+    return found
 
 
 def match(known: list[Seen], new: Seen) -> tuple[list[str], bool]:
     """Traces that ``new`` joins to its own by one piece of evidence, and whether it was added to ``known``."""
     side, trace_id = new.side, new.trace_id
-    others = [
-        seen.trace_id
-        for seen in known
-        if (seen.side != side or side == ANY) and seen.trace_id != trace_id and _meet(seen, new)
-    ]
+    others = []
+    for seen in known:
+        if seen.trace_id != trace_id and (seen.side != side or side == ANY) and _meet(seen, new):
+            others.append(seen.trace_id)
     if side == ANY:
         del others[1:]  # those known are one already
     if len(known) < _MAX_EVIDENCE and new not in known:
@@ -262,7 +260,8 @@ class Joiner:
     def __init__(self, *, by_evidence: bool = True) -> None:
         self._by_evidence = by_evidence
         self.of_trace: dict[tuple[str, str], Component] = {}
-        self._evidence: dict[str, list[Seen]] = {}
+        self._evidence: dict[str, dict[str, Seen | list[Seen]]] = {}
+        """By tenant and key; most pieces have one end only."""
         self.absorbed: list[Component] = []
         """Components that were merged into others since the caller last emptied this list."""
 
@@ -273,21 +272,21 @@ class Joiner:
 
     def add(self, tenant: str, operation: Operation, encoded: bytes) -> Component | None:
         """Add an operation; the component that it changed, or None."""
-        key = (tenant, operation.trace_id)
-        component = self.of_trace.get(key)
+        trace_id = operation.trace_id
+        component = self.of_trace.get((tenant, trace_id))
         if component is None:
-            component = self.of_trace[key] = Component(tenant)
-        buffer = component.traces.get(operation.trace_id)
+            component = self.of_trace[(tenant, trace_id)] = Component(tenant)
+        buffer = component.traces.get(trace_id)
         if buffer is None:
-            buffer = component.traces[operation.trace_id] = TraceBuffer()
-            component.linked.discard(operation.trace_id)
-        new = operation.span_id not in buffer.spans
-        if new and component.size >= MAX_SPANS:
+            buffer = component.traces[trace_id] = TraceBuffer()
+            component.linked.discard(trace_id)
+        if component.size >= MAX_SPANS and operation.span_id not in buffer.spans:
             component.overflow += 1
             return component
+        before = len(buffer.spans)
         if not buffer.add(operation, encoded):
             return None
-        component.size += new
+        component.size += len(buffer.spans) - before
         if self._by_evidence:
             for other in self._joined_with(tenant, operation, buffer):
                 component = self._union(tenant, component, other)
@@ -303,35 +302,50 @@ class Joiner:
 
     def forget(self, component: Component) -> None:
         """Drop a component and its evidence."""
+        evidence = self._evidence.get(component.tenant, {})
         for trace_id, buffer in component.traces.items():
             del self.of_trace[(component.tenant, trace_id)]
             for key in buffer.keys:
-                left = [seen for seen in self._evidence.get(key, ()) if seen.trace_id != trace_id]
-                if left:
-                    self._evidence[key] = left
-                else:
-                    self._evidence.pop(key, None)
+                known = evidence.pop(key, None)
+                if isinstance(known, list) and (
+                    left := [seen for seen in known if seen.trace_id != trace_id]
+                ):
+                    evidence[key] = left
+                elif isinstance(known, Seen) and known.trace_id != trace_id:
+                    evidence[key] = known
+        if not evidence:
+            self._evidence.pop(component.tenant, None)
         for trace_id in component.linked:
             self.of_trace.pop((component.tenant, trace_id), None)
 
-    def _joined_with(self, tenant: str, operation: Operation, buffer: TraceBuffer) -> set[str]:
+    def _joined_with(self, tenant: str, operation: Operation, buffer: TraceBuffer) -> Iterable[str]:
         """Trace ids that ``operation`` joins to its own."""
         others: set[str] = set()
         if operation.links:
             others.update(trace_id for trace_id, _ in operation.links if trace_id != operation.trace_id)
-        evidence = self._evidence
-        for key, seen in evidence_of(operation):
-            key = f"{tenant}/{key}"  # noqa: PLW2901
+        pieces = evidence_of(operation)
+        if not pieces:
+            return others
+        evidence = self._evidence.get(tenant)
+        if evidence is None:
+            evidence = self._evidence[tenant] = {}
+        for key, seen in pieces:
             known = evidence.get(key)
             if known is None:
-                evidence[key] = [seen]
+                evidence[key] = seen
                 buffer.keys.append(key)
                 continue
+            if isinstance(known, Seen):
+                known = evidence[key] = [known]
             found, added = match(known, seen)
             others.update(found)
             if added:
                 buffer.keys.append(key)
         return others
+
+    def num_evidence(self) -> int:
+        """Pieces of evidence that are remembered."""
+        return sum(map(len, self._evidence.values()))
 
     def _union(self, tenant: str, one: Component, trace_id: str) -> Component:
         two = self.of_trace.get((tenant, trace_id))

@@ -62,7 +62,7 @@ def text_ends(operation: Operation) -> Iterator[tuple[str, Operation, int]]:
         operation.start_ns,
         operation.end_ns,
     )
-    for model in sorted(_models(call)):
+    for model in sorted(_models(call)) if call.gateway is not None else _alias(call.model):
         yield f"c/{digest('call', model, call.task_hash, call.answer_hash)[:24]}", bare, side
 
 
@@ -122,8 +122,14 @@ def _containing(
 
 def _models(call: CallFacts) -> frozenset[str]:
     """Names of a call's model; versions of a policy go by their alias."""
-    names = (call.model, call.gateway.asked_model if call.gateway is not None else "")
-    return frozenset(name.partition("@v")[0] for name in names if name)
+    if call.gateway is None:
+        return frozenset(_alias(call.model))
+    return frozenset((*_alias(call.model), *_alias(call.gateway.asked_model)))
+
+
+def _alias(model: str) -> tuple[str, ...]:
+    """A model's name without its version; none of an empty one."""
+    return (model.partition("@v")[0],) if model else ()
 
 
 def _first(facts: Sequence[msgspec.Struct], name: str) -> str:

@@ -78,16 +78,25 @@ def build_tree(operations: Iterable[Operation]) -> Tree:
     ops = _in_order(operations)
     tree = Tree(ops)
     where: dict[str, dict[str, int]] = {}
+    trace_id, here = "", {}
     for i, op in enumerate(ops):
-        where.setdefault(op.trace_id, {})[op.span_id] = i
+        if op.trace_id != trace_id:
+            trace_id = op.trace_id
+            here = where.setdefault(trace_id, {})
+        here[op.span_id] = i
     nothing: dict[str, int] = {}
+    parent, trace_id = tree.parent, ""
     for i, op in enumerate(ops):
-        if not op.parent_id:
+        parent_id = op.parent_id
+        if not parent_id:
             continue
-        above = where.get(op.parent_trace or op.trace_id, nothing).get(op.parent_id, -1)
+        if (op.parent_trace or op.trace_id) != trace_id:
+            trace_id = op.parent_trace or op.trace_id
+            here = where.get(trace_id, nothing)
+        above = here.get(parent_id, -1)
         if above < 0:
             tree.missing.append(i)
-        tree.parent[i] = above
+        parent[i] = above
     _order(tree)
     if len(tree.preorder) < len(ops):
         _cut_cycles(tree)
@@ -97,11 +106,21 @@ def build_tree(operations: Iterable[Operation]) -> Tree:
     mark_engines(tree)
     merge_turns(tree)
     _find_virtual(tree)
-    tree.runs = [i for i, op in enumerate(ops) if op.kind == "agent_run" or i in tree.virtual]
+    tree.runs = _runs(tree)
     _place(tree)
     _by_run_id(tree)
     _same_runs(tree)
     return tree
+
+
+def _runs(tree: Tree) -> list[int]:
+    """Agent runs in order; only nodes and turns become runs, or cease to be some, after the dialect."""
+    if tree.census.nodes:
+        return [i for i, op in enumerate(tree.ops) if op.kind == "agent_run" or i in tree.virtual]
+    runs = tree.census.kind("agent_run")
+    if tree.turn_of:
+        runs = [i for i in runs if i not in tree.turn_of]
+    return sorted([*runs, *tree.virtual]) if tree.virtual else runs
 
 
 def _in_order(operations: Iterable[Operation]) -> list[Operation]:
@@ -135,36 +154,46 @@ def _cut_cycles(tree: Tree) -> None:
 
 def _order(tree: Tree) -> None:
     """Parents before children; what is in a cycle, or below one, is left out."""
-    parent = tree.parent
-    tree.preorder = []
-    children: list[list[int]] = [[] for _ in tree.ops]
-    stack = []
-    for i in range(len(parent) - 1, -1, -1):
-        if parent[i] >= 0:
-            children[parent[i]].append(i)
-        else:
+    children: dict[int, list[int]] = {}
+    stack: list[int] = []
+    for i in range(len(tree.parent) - 1, -1, -1):
+        above = tree.parent[i]
+        if above < 0:
             stack.append(i)
+        elif above in children:
+            children[above].append(i)
+        else:
+            children[above] = [i]
+    preorder: list[int] = []
     while stack:
         node = stack.pop()
-        tree.preorder.append(node)
-        stack.extend(children[node])
+        preorder.append(node)
+        if node in children:
+            stack += children[node]
+    tree.preorder = preorder
 
 
 def _place(tree: Tree) -> None:
     """Nearest agent, tool and workflow of each operation."""
-    ops, parent = tree.ops, tree.parent
+    ops, parent, agent, tool, workflow = tree.ops, tree.parent, tree.agent, tree.tool, tree.workflow
+    usual = not (tree.turn_of or tree.virtual or tree.owner)
     for node in tree.preorder:
         above = parent[node]
         if above < 0:
             continue
         kind = ops[above].kind
-        run = tree.turn_of.get(above, above if kind == "agent_run" or above in tree.virtual else -1)
-        run = tree.turn_of.get(tree.owner[above], tree.owner[above]) if above in tree.owner else run
-        tree.agent[node] = run if run >= 0 else tree.agent[above]
-        if run < 0:
-            tree.tool[node] = above if kind in ("tool_call", "handover") else tree.tool[above]
-        outer = tree.workflow[above]
-        tree.workflow[node] = outer if outer >= 0 else (above if kind == "workflow" else -1)
+        if usual:
+            run = above if kind == "agent_run" else -1
+        else:
+            run = tree.turn_of.get(above, above if kind == "agent_run" or above in tree.virtual else -1)
+            run = tree.turn_of.get(tree.owner[above], tree.owner[above]) if above in tree.owner else run
+        if run >= 0:
+            agent[node] = run
+        else:
+            agent[node] = agent[above]
+            tool[node] = above if kind in ("tool_call", "handover") else tool[above]
+        outer = workflow[above]
+        workflow[node] = outer if outer >= 0 or kind != "workflow" else above
 
 
 def _find_virtual(tree: Tree) -> None:

@@ -42,7 +42,9 @@ def merge_turns(tree: Tree) -> None:
     """Make later turns of an agent part of its first one; before agents are looked up in the tree."""
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     handed: dict[str, list[int]] | None = None
-    for i, op in enumerate(tree.ops):
+    candidates = range(len(tree.ops)) if tree.census.nodes else tree.census.kind("agent_run")
+    for i in candidates:
+        op = tree.ops[i]
         if op.kind != "agent_run":
             continue
         if op.instance:

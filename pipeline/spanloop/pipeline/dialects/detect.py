@@ -88,10 +88,11 @@ _READERS = tuple(
 
 def operation_of(span: Span, source: str = "otlp") -> Operation:
     """The operation of a span that arrived from ``source`` (SpansReceived.source)."""
-    if source in TRUSTED_SOURCES and gateway.matches(span):
-        return gateway.read(span)
-    if source in TRUSTED_SOURCES and event_log.matches(span):
-        return event_log.read(span)
+    if source in TRUSTED_SOURCES:
+        if gateway.matches(span):
+            return gateway.read(span)
+        if event_log.matches(span):
+            return event_log.read(span)
     if span.kind == LOG:
         known = next((dialect for dialect in LOG_DIALECTS if dialect.matches(span)), None)
         return known.read(span) if known else Operation(**base_fields(span), kind="note", event="other")

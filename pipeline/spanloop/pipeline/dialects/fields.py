@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -93,6 +93,8 @@ def first(attributes: dict[str, Any], *keys: str) -> Any:
 
 def texts(value: Any) -> tuple[str, ...]:
     """A list of texts, also one written as JSON text or as a single text."""
+    if value is None:
+        return ()
     if isinstance(value, str):
         if value.startswith("["):
             value, _ = messages(value)
@@ -122,8 +124,8 @@ def messages(value: Any) -> tuple[Any, bool]:
 
 def _process(resource: dict[str, Any]) -> str:
     """Which process a resource is; empty where it does not tell."""
-    instance = text(resource.get("service.instance.id"))
-    if instance:
+    instance = resource.get("service.instance.id")
+    if instance and (type(instance) is str or (instance := text(instance))):
         return _short_id(instance)
     pid = text(resource.get("process.pid"))
     return _short_id(f"{text(resource.get('host.name'))}/{pid}") if pid else ""
@@ -175,7 +177,7 @@ def answered_calls(conversation: Any) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-class Heard(NamedTuple):
+class Heard(msgspec.Struct, frozen=True, gc=False):
     """What the input of a model call tells."""
 
     answered: tuple[str, ...]
@@ -255,9 +257,8 @@ def argument_hashes(arguments: Any) -> tuple[str, ...]:
     """``text_hash`` of the texts among a tool call's arguments (one level deep), sorted."""
     value, _ = messages(arguments)
     candidates = list(value.values())[:_ARGUMENT_TEXTS] if isinstance(value, dict) else [arguments]
-    found = {text_hash(item) for item in candidates}
-    found.discard("")
-    return tuple(sorted(found))
+    found = [hashed for item in candidates if (hashed := text_hash(item))]
+    return tuple(found) if len(found) < 2 else tuple(sorted(set(found)))
 
 
 class _Outcome(msgspec.Struct, gc=False):
@@ -314,7 +315,7 @@ def _failed(is_error: Any, is_error_too: Any, status: Any) -> bool:
 def base_fields(span: Span) -> dict[str, Any]:
     """The fields of an operation that no dialect changes."""
     attributes, flags = span.attributes, ()
-    if span.dropped_attributes or attributes.get("spanloop.truncated"):
+    if span.dropped_attributes or (attributes.get("spanloop.truncated")):
         flags = ("truncated_attributes",)
     if attributes.get("spanloop.flags"):
         flags = (*flags, "repaired_attributes")

@@ -112,9 +112,14 @@ def read_fields(
     fields["kind"] = kind
     if "error.type" in attributes and text(attributes["error.type"]):
         fields["status"] = "error"
-    fields["agent"] = text_at(attributes, "gen_ai.agent.name", "agent_name")
-    fields["run_id"] = text_at(attributes, "gen_ai.agent.call.id")
-    fields["conversation"] = text_at(attributes, "gen_ai.conversation.id", "session.id")
+    agent = attributes.get("gen_ai.agent.name")
+    fields["agent"] = agent if type(agent) is str else text_at(attributes, "gen_ai.agent.name", "agent_name")
+    if "gen_ai.agent.call.id" in attributes:
+        fields["run_id"] = text(attributes["gen_ai.agent.call.id"])
+    conversation = attributes.get("gen_ai.conversation.id")
+    if type(conversation) is not str:
+        conversation = text_at(attributes, "gen_ai.conversation.id", "session.id")
+    fields["conversation"] = conversation
     if kind == "model_call":
         fields["call"], bad = call_facts(attributes)
         if bad:
@@ -171,33 +176,33 @@ def engine_name(operation: str) -> str:
 
 
 @cache
-def _usage_names(prefix: str) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Attributes that count input and output; the prefixes are the dialects' own."""
+def _usage_names(prefixes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Attributes that count input and output, in order; the prefixes are the dialects' own."""
     return (
-        (f"{prefix}.input_tokens", f"{prefix}.prompt_tokens"),
-        (f"{prefix}.output_tokens", f"{prefix}.completion_tokens"),
+        tuple(f"{prefix}.{name}" for prefix in prefixes for name in ("input_tokens", "prompt_tokens")),
+        tuple(f"{prefix}.{name}" for prefix in prefixes for name in ("output_tokens", "completion_tokens")),
     )
 
 
 def usage(attributes: dict[str, Any], *prefixes: str) -> tuple[int | None, int | None]:
     """(input, output) tokens; the pair 0, 0 is what a default writes where nothing was counted: unknown."""
-    tokens_in = tokens_out = None
-    for prefix in prefixes:
-        names_in, names_out = _usage_names(prefix)
-        if tokens_in is None:
-            tokens_in = _count(attributes, *names_in)
-        if tokens_out is None:
-            tokens_out = _count(attributes, *names_out)
-        if tokens_in is not None and tokens_out is not None:
-            break
-    return (None, None) if not tokens_in and not tokens_out else (tokens_in, tokens_out)
+    names_in, names_out = _usage_names(prefixes)
+    tokens_in, tokens_out = _count(attributes, names_in), _count(attributes, names_out)
+    return (tokens_in, tokens_out) if tokens_in or tokens_out else (None, None)
 
 
-def _count(attributes: dict[str, Any], name: str, old_name: str) -> int | None:
-    value = attributes.get(name)
-    if value is None:
-        value = attributes.get(old_name)
-    return value if value is None or (type(value) is int and value >= 0) else integer(value)
+def _count(attributes: dict[str, Any], names: tuple[str, ...]) -> int | None:
+    """The first count; of two names of one convention the first that is there tells it."""
+    value = attributes.get(names[0])
+    if type(value) is int and value >= 0:
+        return value
+    for name, old_name in zip(names[::2], names[1::2], strict=True):
+        value = attributes.get(name)
+        if value is None:
+            value = attributes.get(old_name)
+        if value is not None and (counted := integer(value)) is not None:
+            return counted
+    return None
 
 
 def call_facts(attributes: dict[str, Any]) -> tuple[CallFacts, bool]:
@@ -211,9 +216,12 @@ def call_facts(attributes: dict[str, Any]) -> tuple[CallFacts, bool]:
         asked = _old_calls(attributes)
     told, history_ok = heard_in(attributes.get("gen_ai.input.messages"))
     tokens_in, tokens_out = usage(attributes, "gen_ai.usage", "llm.usage")
+    model = attributes.get("gen_ai.response.model")
     facts = CallFacts(
-        model=text_at(attributes, "gen_ai.response.model", "gen_ai.request.model"),
-        response_id=text_at(attributes, "gen_ai.response.id"),
+        model=model
+        if type(model) is str
+        else text_at(attributes, "gen_ai.response.model", "gen_ai.request.model"),
+        response_id=text(attributes.get("gen_ai.response.id")),
         input_tokens=tokens_in,
         output_tokens=tokens_out,
         finish_reasons=texts(attributes.get("gen_ai.response.finish_reasons")),

@@ -68,8 +68,9 @@ class Answer(msgspec.Struct, frozen=True, gc=False):
 
 _decode_answer = msgspec.json.Decoder(list[_SaidMessage]).decode
 _decode_history = msgspec.json.Decoder(list[_Message]).decode
+_decode_pieces = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_decode_message = msgspec.json.Decoder(_Message).decode
 _decode = msgspec.json.Decoder().decode
-_MODEL = frozenset({"assistant", "model"})
 
 
 def heard_in(history: Any) -> tuple[Heard, bool]:
@@ -82,8 +83,17 @@ def heard_in(history: Any) -> tuple[Heard, bool]:
 
 
 def task_in(history: Any) -> str:
-    """``first_user_hash`` of a run's messages."""
-    return _task(told) if (told := _read(history)) is not None else heard(messages(history)[0]).task_hash
+    """``first_user_hash`` of a run's messages; those behind the first user's are not built."""
+    if isinstance(history, str) and history[:1] == "[":
+        try:
+            for piece in _decode_pieces(history):
+                message = _decode_message(piece)
+                if message.role == "user" and (found := _user_text(message)) is not None:
+                    return found
+        except (msgspec.DecodeError, RecursionError):
+            return heard(messages(history)[0]).task_hash
+        return ""
+    return heard(messages(history)[0]).task_hash
 
 
 def answer_in(answer: Any) -> tuple[Answer, bool]:
@@ -108,12 +118,14 @@ def _said(answer: Any) -> Answer | None:
     asked: list[Asked] = []
     first = ""
     for message in told:
-        for part in (message,) if message.parts is UNSET else message.parts:
+        parts = message.parts
+        for part in (message,) if parts is UNSET else parts:
             if part.tool_calls is not UNSET:
                 return None
-            if part.type in CALL_PARTS:
+            kind = part.type
+            if kind in CALL_PARTS:
                 asked.append(Asked(part.id or part.tool_call_id or "", part.name or ""))
-            elif not first and (part.type is UNSET or part.type == "text"):
+            elif not first and (kind is UNSET or kind == "text"):
                 first = _hash(part.content)
     return Answer(tuple(asked), first, not told)
 
@@ -128,38 +140,51 @@ def _read(history: Any) -> list[_Message] | None:
         return None
 
 
-def _task(told: list[_Message]) -> str:
-    for message in told:
-        if message.role == "user":
-            for part in (message,) if message.parts is UNSET else message.parts:
-                if part.type is UNSET or part.type == "text":
-                    return _hash(part.content)
-    return ""
+def _user_text(message: _Message) -> str | None:
+    """Hash of the first text of a user's message; None: it has none."""
+    parts = message.parts
+    for part in (message,) if parts is UNSET else parts:
+        if part.type is UNSET or part.type == "text":
+            return _hash(part.content)
+    return None
 
 
 def _hash(content: msgspec.Raw | UnsetType) -> str:
+    if content is UNSET:
+        return ""
     try:
-        return "" if content is UNSET else text_hash(_decode(content))
+        return text_hash(_decode(content))
     except (msgspec.DecodeError, RecursionError):
         return ""
 
 
 def _heard(told: list[_Message]) -> Heard:
-    found: set[str] = set()
-    new: set[str] = set()
+    found: list[str] = []
+    new = 0
+    task: str | None = None
     for message in told:
-        from_model = message.role in _MODEL
+        role, parts = message.role, message.parts
+        from_model = role in ("assistant", "model")
         if from_model:
-            new.clear()
-        for part in (message,) if message.parts is UNSET else message.parts:
+            new = len(found)
+        elif task is None and role == "user":
+            task = _user_text(message)
+        for part in (message,) if parts is UNSET else parts:
             if part.type in RESULT_PARTS:
                 call_id = part.id or part.tool_call_id
-            elif message.role == "tool" and part.tool_call_id is not UNSET:
+            elif role == "tool" and part.tool_call_id is not UNSET:
                 call_id = part.tool_call_id
             else:
                 continue
             if call_id:
-                found.add(call_id)
-                if not from_model:
-                    new.add(call_id)
-    return Heard(tuple(sorted(found)) if found else (), tuple(sorted(new)) if new else (), _task(told))
+                found.append(call_id)
+        if from_model:
+            new = len(found)
+    if not found:
+        return Heard((), (), task or "")
+    return Heard(_in_order(found), _in_order(found[new:]), task or "")
+
+
+def _in_order(ids: list[str]) -> tuple[str, ...]:
+    """Sorted, each once."""
+    return tuple(ids) if len(ids) < 2 else tuple(sorted(set(ids)))
