@@ -7,6 +7,7 @@ contexts, versions of one span that differ.
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import msgspec
 from forests import forests, seeds
@@ -14,10 +15,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_spans import Desk, hashes, hex16, hex32
 
-from spanloop.pipeline.assembly.batch import assemble_spans
+from spanloop.pipeline.assembly.batch import assemble_spans, join_spans
+from spanloop.pipeline.assembly.calls import collect_calls
+from spanloop.pipeline.assembly.delegations import find_delegations
+from spanloop.pipeline.assembly.edges import build_edges
+from spanloop.pipeline.assembly.infer import infer_events
 from spanloop.pipeline.assembly.survey import from_survey, survey_of, to_survey
+from spanloop.pipeline.assembly.tree import build_tree
 from spanloop.pipeline.dialects import decode_operation, encode_operation, operation_of
-from spanloop.schemas.canonical import canonical_json, decode_json
+from spanloop.schemas.canonical import canonical_json, decode_json, digest
 from spanloop.schemas.events import OrchestrationRevised, decode, encode
 from spanloop.schemas.orchestration import EDGE_TYPES, EVENT_TYPES
 from spanloop.schemas.spans import Span
@@ -174,3 +180,24 @@ def test_no_value_of_any_type_makes_a_dialect_raise(kind, scope, attributes):
     reordered = msgspec.structs.replace(item, attributes=dict(reversed(attributes.items())))
     assert encode_operation(operation_of(reordered, "gateway")) == data
     assemble_spans([item], "default", "gateway")
+
+
+@LAW
+@given(forests)
+def test_what_is_looked_up_is_what_a_search_finds(spans):
+    for component in join_spans(spans, "default"):
+        tree = build_tree(component.operations())
+        assert tree.runs == [
+            i for i, op in enumerate(tree.ops) if op.kind == "agent_run" or i in tree.virtual
+        ]
+        found = find_delegations(tree, collect_calls(tree))
+        work = infer_events(tree, collect_calls(tree), found)
+        for event in work.events:
+            parts = (event.type, event.agent, event.agent_id, event.to, event.to_id, event.tool)
+            first = digest("event", *parts, *event.evidence)[:20]
+            assert event.id == first or event.id in {digest(first, n)[:20] for n in range(2, 99)}
+        temporal = {(e.src, e.dst) for e in build_edges(work) if e.type == "temporal"}
+        lines: dict[str, list[str]] = {}
+        for event in work.events:
+            lines.setdefault(event.agent_id or event.agent, []).append(event.id)
+        assert temporal == {pair for ids in lines.values() for pair in pairwise(ids)}
