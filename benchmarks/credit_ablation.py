@@ -7,7 +7,7 @@ recorded; each ticket becomes an ``OrchestrationContent`` of the shape that asse
 ``Updater`` updates the policy. Everything but the advantage is the same in all arms: tickets, network, loss, optimiser, critic and its schedule.
 
 team        the team's reward, credited to every token of a turn by turn-level GAE with the critic as baseline; lambda is tuned
-ledger      each token's own account in the ledger; the same loss
+ledger      each token's own account in the ledger and, less and less, what followed it (credit_trace); the same loss
 all_action  the ledger's counterfactual values of the whole menu, in the learner's all-action loss (what the demo uses)
 
 Each arm is tuned over as many configurations on the same tuning seeds; fresh seeds then compare. A run ends at f >= .9 or at the budget; one
@@ -65,15 +65,16 @@ from spanloop.schemas.orchestration import (
 from spanloop.schemas.settings import Settings
 
 LEVELS = (0.5, 0.8, 0.9)
-BATCH = 128
-"""Orchestrations an update; also the pipeline's value_every."""
-BUDGET = {"desk": 8_192, "wide": 8_192}
+VALUE_EVERY, MEMORY = 64, 2_048
+"""The critic of all arms: a version after so many outcomes (value_growth 0), from so many remembered orchestrations (the
+pipeline's own 6,144 take longer)."""
+BUDGET = {"desk": 8_192, "wide": 4_096}
 EVALUATE_EVERY = 512
 YARDSTICK = 768
 """Tickets that f is measured on, the same ones each time."""
 SECOND = 1_000_000_000
 TUNING_SEEDS, SEEDS = (101,), (1, 2, 3, 4, 5)
-ARMS = ("team", "ledger", "all_action")
+ARMS = ("team", "all_action", "ledger")
 
 
 class Config(msgspec.Struct, frozen=True):
@@ -90,50 +91,47 @@ class Config(msgspec.Struct, frozen=True):
     """Share of the entropy that is left at the end."""
     epochs: int = 3
     minibatch: int = 32
-    growth: float = 0.1
-    """``[pipeline] value_growth``: how much longer the critic waits with every orchestration."""
-    memory: int = 2_048
-    """Orchestrations that the critic remembers; the pipeline's own 6,144 take longer."""
+    batch: int = 128
+    """Orchestrations an update."""
+    trace: float = 0.0
+    """``[pipeline] credit_trace`` of the ledger arm."""
+    divergence: str = "reverse"
+    """Of the all_action loss."""
 
     @property
     def label(self) -> str:
         said = msgspec.to_builtins(self)
-        usual = {"entropy_left": 0.1, "epochs": 3, "minibatch": 32, "growth": 0.1, "memory": 2_048}
-        return ",".join(f"{k}={v:g}" for k, v in said.items() if usual.get(k) != v)
+        usual = {
+            "entropy_left": 0.1, "epochs": 3, "minibatch": 32, "batch": 128, "trace": 0.0, "divergence": "reverse"
+        }  # fmt: skip
+        return ",".join(
+            f"{k}={v}" if isinstance(v, str) else f"{k}={v:g}" for k, v in said.items() if usual.get(k) != v
+        )
 
 
+_MENU = Config(2e-3, 0.03, exploration=0.3, entropy_left=0.3, epochs=8, minibatch=16, batch=64)
 GRIDS: dict[str, list[Config]] = {
     "team": [
-        Config(1e-3, 0.05, gae=1.0, exploration=0.1),
-        Config(2e-3, 0.2, gae=1.0, exploration=0.3),
-        Config(2e-3, 0.2, gae=0.9, exploration=0.1),
-        Config(2e-3, 0.1, gae=0.5, exploration=0.1),
-        Config(
-            2e-3,
-            0.1,
-            gae=0.5,
-            exploration=0.1,
-            entropy_left=0.24,
-            epochs=4,
-            minibatch=16,
-            growth=0.0,
-            memory=6_144,
-        ),
+        Config(2e-3, 0.1, gae=0.5),
+        Config(2e-3, 0.1, gae=0.25),
+        Config(2e-3, 0.1, gae=0.1, epochs=8),
+        Config(2e-3, 0.2, gae=0.25, exploration=0.3, epochs=4, minibatch=16),
+        Config(1e-3, 0.1, gae=0.25, epochs=8, minibatch=16, batch=64),
+        Config(2e-3, 0.3, gae=0.5, epochs=4, minibatch=16),
     ],
     "ledger": [
-        Config(1e-3, 0.05, exploration=0.1),
-        Config(2e-3, 0.2, exploration=0.1),
-        Config(2e-3, 0.2, exploration=0.3),
-        Config(1e-3, 0.6, exploration=0.2),
+        Config(2e-3, 0.1, trace=0.9),
+        Config(2e-3, 0.1, trace=0.5),
+        Config(2e-3, 0.1, trace=0.9, epochs=8),
+        Config(2e-3, 0.2, trace=0.9, exploration=0.3, epochs=4, minibatch=16),
+        Config(1e-3, 0.1, trace=0.9, epochs=8, minibatch=16, batch=64),
+        Config(2e-3, 0.3, trace=0.5, epochs=4, minibatch=16),
     ],
     "all_action": [
-        Config(1e-3, 0.05, exploration=0.3),
-        Config(2e-3, 0.05, exploration=0.3),
-        Config(1e-3, 0.1, exploration=0.3),
-        Config(1e-3, 0.02, exploration=0.3),
-        Config(
-            2e-3, 0.05, exploration=0.3, entropy_left=0.24, epochs=4, minibatch=16, growth=0.0, memory=6_144
-        ),
+        _MENU,
+        msgspec.structs.replace(_MENU, learning_rate=1e-3, entropy=0.02),
+        msgspec.structs.replace(_MENU, divergence="forward"),
+        msgspec.structs.replace(_MENU, epochs=4),
     ],
 }
 """In the all-action loss the entropy is a temperature in units of reward; elsewhere it stands beside advantages of root mean square 1."""
@@ -365,12 +363,11 @@ class _Remembering(Encoder):
 class Critic:
     """The value model, learned online as the value stage does: after so many outcomes, on a bounded memory."""
 
-    def __init__(self, encoder: Encoder, features: int, *, growth: float, memory: int) -> None:
+    def __init__(self, encoder: Encoder, features: int) -> None:
         self._encoder = encoder
-        self._growth, self._size = growth, memory
         self._trainer = ValueTrainer.fresh(features, encoder)
         self._memory: list[Example] = []
-        self._new = self._total = 0
+        self._total = 0
         self.asking: Asking | None = None
         self.model: ValueModel | None = None
 
@@ -383,18 +380,16 @@ class Critic:
         for draft in drafts:
             item = tuple(lessons(draft.cast or cast_of(draft.content), self._encoder))
             example = Example(draft.content.orchestration_id, item, draft.composite.team or 0)
-            if len(self._memory) < self._size:
+            if len(self._memory) < MEMORY:
                 self._memory.append(example)
             else:
-                self._memory[self._total % self._size] = example
-            self._new += 1
+                self._memory[self._total % MEMORY] = example
             self._total += 1
-        if self._new >= max(BATCH, int(self._total * self._growth)):
-            self._new = 0
-            self._trainer.update(self._memory)
-            self.model = ValueModel.from_dict(self._trainer.model.to_dict())
-            self.model.encoder = self._encoder
-            self.asking = Asking(self.model)
+            if self._total % VALUE_EVERY == 0:
+                self._trainer.update(self._memory)
+                self.model = ValueModel.from_dict(self._trainer.model.to_dict())
+                self.model.encoder = self._encoder
+                self.asking = Asking(self.model)
 
 
 def derived(
@@ -469,18 +464,18 @@ class Run:
         self.tokenizer = Tokenizer(world.words)
         shape = PolicyConfig(vocabulary_size=self.tokenizer.size, context=world.context)
         self.updater = Updater(PolicyNet.initial(shape, seed))
-        pipeline = {"holdout": 0.0, "credit": "team" if arm == "team" else "ledger"}
+        credit = "team" if arm == "team" else "ledger"
+        pipeline = {"holdout": 0.0, "credit": credit, "credit_trace": config.trace}
         self.settings = Settings.model_validate({"pipeline": pipeline})
         encoder = _Remembering(world.units, self.tokenizer.words if world.units else ())
-        self.critic = Critic(
-            encoder, self.settings.pipeline.value_features, growth=config.growth, memory=config.memory
-        )
+        self.critic = Critic(encoder, self.settings.pipeline.value_features)
         self.updates = 0
-        updates = BUDGET[world.name] // BATCH // 2
+        updates = BUDGET[world.name] // config.batch // 2
         self.hyper = Hyper(
             seed=seed, learning_rate=config.learning_rate, epochs=config.epochs, minibatch_orchestrations=config.minibatch, clip=0.2,
             entropy_start=config.entropy, entropy_end=config.entropy * config.entropy_left, entropy_updates=updates,
             advantage="all_action" if arm == "all_action" else "ledger", exploration=0.0, max_staleness=4,
+            divergence=config.divergence,
         )  # fmt: skip
         self._decay_updates = updates
         self._yardstick = [f"yardstick/{n}" for n in range(YARDSTICK)]
@@ -491,8 +486,8 @@ class Run:
         """One batch of tickets through everything."""
         start, done = self.config.exploration, min(1.0, self.updates / self._decay_updates)
         exploration = start * 0.2**done
-        first = self.updates * BATCH
-        seeds = [f"{self.seed}/{first + n}" for n in range(BATCH)]
+        first = self.played
+        seeds = [f"{self.seed}/{first + n}" for n in range(self.config.batch)]
         played = play(self.world, self.tokenizer, self.updater.net, seeds, exploration)
         contents = [
             content_of(p, digest("ticket", s), self.updates) for p, s in zip(played, seeds, strict=True)
@@ -512,6 +507,11 @@ class Run:
         if isinstance(made, Rollout):
             return made
         raise RuntimeError(f"{built.orchestration_id} was refused: {made}")
+
+    @property
+    def played(self) -> int:
+        """Orchestrations so far."""
+        return self.updates * self.config.batch
 
     def measure(self) -> float:
         """f of the present policy, without exploration, on the yardstick's tickets."""
@@ -554,10 +554,10 @@ def work(key: tuple[str, str, Config, int]) -> dict[str, Any]:
     run = Run(world_of(name), arm, config, seed)
     curve: list[tuple[int, float]] = [(0, run.measure())]
     with exact_numerics():
-        while run.updates * BATCH < BUDGET[name] and curve[-1][1] < LEVELS[-1]:
+        while run.played < BUDGET[name] and curve[-1][1] < LEVELS[-1]:
             run.step()
-            if run.updates * BATCH % EVALUATE_EVERY == 0:
-                curve.append((run.updates * BATCH, run.measure()))
+            if run.played % EVALUATE_EVERY == 0:
+                curve.append((run.played, run.measure()))
     return {
         "world": name, "arm": arm, "config": config.label, "seed": seed,
         "needed": {f"{level:g}": needed(curve, level) for level in LEVELS},
@@ -663,9 +663,6 @@ def main() -> None:
     )
     parser.add_argument("--world", choices=("desk", "wide"), action="append")
     parser.add_argument("--arms", default=",".join(ARMS))
-    parser.add_argument(
-        "--configs", type=int, default=4, help="tuning configurations an arm, the first ones of its grid"
-    )
     parser.add_argument("--tuning-seeds", type=int, default=len(TUNING_SEEDS))
     parser.add_argument("--seeds", type=int, default=len(SEEDS))
     parser.add_argument("--workers", type=int, default=1)
@@ -689,7 +686,7 @@ def main() -> None:
         tuning: dict[str, list[dict[str, Any]]] = {}
         chosen: dict[str, str] = {}
         for arm in arms:
-            grid = GRIDS[arm][: options.configs]
+            grid = GRIDS[arm]
             keys = [(name, arm, c, s) for c in grid for s in TUNING_SEEDS[: options.tuning_seeds]]
             tuned = ledger.complete(keys, options.workers)
             chosen[arm] = best_config(tuned, BUDGET[name])

@@ -399,7 +399,7 @@ class Wide:
     """The wide desk: an orchestrator, twenty specialists, checkers."""
 
     name = "wide"
-    units: tuple[str, ...] = ()
+    units: tuple[str, ...] = TEAMS
     context = 32
     agents = 1 + len(TEAMS) * len(MEMBERS) + 1
 

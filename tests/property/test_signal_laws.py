@@ -27,7 +27,9 @@ from spanloop.schemas.events import (
 )
 from spanloop.schemas.settings import Pipeline
 
-SETTINGS = Pipeline(parallel_weight=0.2, finish_weight=0.1, tool_weight=0.3, outcome_floor=0.0)  # type: ignore[call-arg]
+SETTINGS = Pipeline(
+    parallel_weight=0.2, finish_weight=0.1, tool_weight=0.3, outcome_floor=0.0, credit_trace=0.9
+)  # type: ignore[call-arg]
 VALUE_SETTINGS = Pipeline(value_every=2, value_features=256, holdout=0.0)  # type: ignore[call-arg]
 MODELS = [make_model(1), make_model(2)]
 QUICK = settings(max_examples=40, deadline=None)

@@ -1,6 +1,7 @@
 """Samples: a credited orchestration as training rows, one row a model call, each token trained from one account only.
 
-Place in the flow: after the ledger, before the learner. A call without token ids, behaviour log-probabilities or a policy
+Place in the flow: after the ledger, before the learner. A token's advantage is its account's credit, with ``[pipeline]
+credit_trace`` also a share of what followed it. A call without token ids, behaviour log-probabilities or a policy
 version gives no row and is counted under its reason; nothing is imputed.
 Invariants: pure; rows are ordered by (time, id); weights of an orchestration's rows sum to 1; whether an orchestration is
 held out is a function of its id only, so no revision ever moves it from one side to the other.
@@ -84,6 +85,7 @@ def build_samples(
     value_model: str,
     holdout: float,
     credit: str,
+    traces: Mapping[str, tuple[int, ...]] | None = None,
 ) -> SamplesBuilt:
     """Rows of one orchestration.
 
@@ -94,8 +96,10 @@ def build_samples(
         value_model: Version that the ledger used.
         holdout: Share of orchestrations kept for the gate.
         credit: "ledger": each token's own account; "team": the team's account for all.
+        traces: What is added to the accounts of a call's tokens (``credit.trace``), by call id; not with "team".
     """
     level = "team" if credit == "team" else ""
+    followed = {} if traces is None or level else traces
     credit_of: dict[str, int] = {}
     roles: dict[str, str] = {}
     excluded: dict[str, int] = {}
@@ -108,7 +112,12 @@ def build_samples(
             if not rows:
                 credit_of = {node.id: node.credit for node in ledger.nodes}
                 roles = {agent.id: agent.role or agent.name.lower() for agent in content.agents}
-            rows.append(_row(call, ledger, level, credit_of, roles.get(call.agent_id, "")))
+            row = _row(call, ledger, level, credit_of, roles.get(call.agent_id, ""))
+            trace = followed.get(call.id)
+            if trace is not None:
+                summed = tuple(own + after for own, after in zip(row.advantages, trace, strict=True))
+                row = msgspec.structs.replace(row, advantages=summed)
+            rows.append(row)
     group, harness = group_of(content)
     return SamplesBuilt(
         tenant=content.tenant,

@@ -25,6 +25,7 @@ from spanloop.pipeline.credit.estimates import estimate
 from spanloop.pipeline.credit.ledger import Ledger, ledger_of
 from spanloop.pipeline.credit.live import LIVE_FROM, LiveLedger
 from spanloop.pipeline.credit.states import RAW, Encoder
+from spanloop.pipeline.credit.trace import traces_of
 from spanloop.pipeline.credit.value import dead_letter
 from spanloop.pipeline.credit.value_model import ValueModel
 from spanloop.pipeline.held import Held, Store
@@ -198,11 +199,13 @@ def finish_draft(draft: Draft, complete: bool, settings: Pipeline) -> Signal:
     )
     samples = None
     if complete and composite.status in _FINAL:
-        samples = _samples(content, ledger, draft.version, settings)
+        samples = _samples(content, ledger, draft.cast, draft.version, settings)
     return Signal(rewards, credit, samples)
 
 
-def _samples(content: OrchestrationContent, ledger: Ledger, version: str, settings: Pipeline) -> SamplesBuilt:
+def _samples(
+    content: OrchestrationContent, ledger: Ledger, cast: Cast, version: str, settings: Pipeline
+) -> SamplesBuilt:
     return build_samples(
         content,
         ledger,
@@ -210,6 +213,7 @@ def _samples(content: OrchestrationContent, ledger: Ledger, version: str, settin
         value_model=version,
         holdout=settings.holdout,
         credit=settings.credit,
+        traces=traces_of(ledger, cast, settings.credit_trace) if settings.credit_trace > 0.0 else None,
     )
 
 

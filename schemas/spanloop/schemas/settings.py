@@ -263,6 +263,9 @@ class Pipeline(_Section):
     """What a turn of the orchestrator without token ids is worth: what it added, or turn-level GAE."""
     credit_lambda: float = Field(0.95, ge=0, le=1)
     """lambda of gae: 0 trusts the value model, 1 the outcome."""
+    credit_trace: float = Field(0.0, ge=0, le=1)
+    """What followed a token is added to its account, this much less for each decision between (docs/credit.md): 0 trusts the value
+    model alone, 1 what happened. Values of menus (``learner.advantage`` all_action) have no part in it."""
     value_every: int = Field(64, ge=1)
     """Publish a value model after so many new outcomes."""
     value_growth: float = Field(0.2, ge=0, le=1)

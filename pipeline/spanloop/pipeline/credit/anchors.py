@@ -96,6 +96,8 @@ class CallValues(msgspec.Struct, frozen=True):
     """Estimate of each response token; empty for a response that is valued as a whole."""
     menus: tuple[tuple[int, ...], ...]
     """For each response token V after each open option, in the menu's order; empty without menus."""
+    starts: tuple[int, ...] = ()
+    """V before each response token, 0 where it was the only option; empty for a response that is valued as a whole."""
 
     @property
     def decided(self) -> int:

@@ -171,7 +171,7 @@ class _Reader:
             start = self._value(self._encode(prompt, ()))
             return CallValues(start, self._value(self._encode(prompt, response)), 0, (), ())
         known = has_menus(call)
-        tokens = [0] * len(response)
+        tokens, starts = [0] * len(response), [0] * len(response)
         menus: list[tuple[int, ...]] = []
         ends: list[tuple[int, int]] = []
         for i in range(len(response)):
@@ -188,10 +188,11 @@ class _Reader:
                 else self._value(self._encode(prompt, response[: i + 1]))
             )
             start = _mean(menu, options) if menu else self._value(self._encode(prompt, before))
-            tokens[i] = after - start
+            tokens[i], starts[i] = after - start, start
             ends.append((start, after))
         drift = sum(later[0] - earlier[1] for earlier, later in pairwise(ends))
-        return CallValues(ends[0][0], ends[-1][1], drift, tuple(tokens), tuple(menus) if known else ())
+        options_of = tuple(menus) if known else ()
+        return CallValues(ends[0][0], ends[-1][1], drift, tuple(tokens), options_of, tuple(starts))
 
 
 def _mean(menu: Sequence[MenuOption], values: Sequence[int]) -> int:

@@ -37,6 +37,8 @@ WEIGHT_DECAY = 1.0
 """Decoupled, of the matrices."""
 GRADIENT_MAX = 10.0
 CHUNK = 4096
+ROWS_KEPT_MAX = 100_000
+"""States whose embedding rows are kept from update to update."""
 
 
 class Example(msgspec.Struct, frozen=True, array_like=True):
@@ -94,6 +96,7 @@ class ValueTrainer:
         self.updates = updates
         self.steps = steps
         self.moments = moments
+        self._rows: dict[State, Ints] = {}
 
     @staticmethod
     def fresh(rows_max: int, encoder: Encoder | None = None) -> ValueTrainer:
@@ -156,7 +159,7 @@ class ValueTrainer:
         outcomes = np.array([example.reward / MICRO for example in examples], dtype=np.float32)
         self._grow(self.model.add_features(index))
         return _Batch(
-            states=[np.array(self.model.rows_of(state), dtype=np.int64) for state in index],
+            states=[self._rows_of(state) for state in index],
             of_lesson=np.array(of_lesson),
             options=np.array(options, dtype=np.int64),
             starts=np.array(starts, dtype=np.int64),
@@ -164,6 +167,15 @@ class ValueTrainer:
             outcomes=np.repeat(outcomes, sizes),
             bags=np.repeat(bags.astype(np.float32), sizes, axis=1),
         )
+
+    def _rows_of(self, state: State) -> Ints:
+        """Embedding rows of a state whose features are known: they never change."""
+        rows = self._rows.get(state)
+        if rows is None:
+            if len(self._rows) >= ROWS_KEPT_MAX:
+                self._rows.clear()
+            rows = self._rows[state] = np.array(self.model.rows_of(state), dtype=np.int64)
+        return rows
 
     def _targets(self, batch: _Batch) -> Singles:
         """Outcome, or each member's value of the option that the ensemble prefers; shape (K, lessons)."""
