@@ -13,6 +13,7 @@ import pytest
 
 from spanloop.pipeline.assembly.batch import assemble_spans
 from spanloop.pipeline.clock import ManualClock
+from spanloop.pipeline.decisions.objects import decisions_of
 from spanloop.pipeline.decisions.told import context_of, group_of, told_of
 from spanloop.pipeline.log.memory import MemoryLog
 from spanloop.pipeline.macros import MACROS
@@ -214,7 +215,11 @@ def test_timeline_by_hand(tmp_path: Path) -> None:
 
 
 def test_decisions_by_hand(tmp_path: Path) -> None:
-    rows = ask([parallel(), ledger(), samples()], tmp_path, "FROM decisions ORDER BY t, event_id")
+    rows = ask(
+        [parallel(), ledger(), samples()],
+        tmp_path,
+        "FROM decisions WHERE event_id IS NOT NULL ORDER BY t, event_id",
+    )
     assert [(r["decision"], r["kind"], r["chosen"]) for r in rows] == [
         ("O1", "spawn", "a"), ("O1", "spawn", "b"), ("O1", "spawn", "c"), ("O5", "stop", "stop"),
     ]  # fmt: skip
@@ -299,7 +304,7 @@ def test_told_decisions_have_the_effects_of_the_version_that_their_credit_names(
             model("d1", "v1", here),
             model("d2", "v2", "ok"),
         ]
-        (row,) = ask(events, tmp_path / here, "FROM decisions")
+        (row,) = ask(events, tmp_path / here, "FROM decisions WHERE event_id IS NOT NULL")
         assert (row["decision_model"], row["effect"], row["value"], row["effect_status"]) == (
             "d1",
             value,
@@ -470,3 +475,29 @@ def test_metrics_of_every_orchestration_are_those_that_explain_tells(tmp_path: P
 def test_metrics_is_listed_with_its_columns(tmp_path: Path) -> None:
     columns = {row["column_name"] for row in ask([parallel()], tmp_path, "DESCRIBE metrics")}
     assert {"success", "parallel_efficiency", "error_amplification", "interventions"} <= columns
+
+
+def test_the_view_has_the_decisions_that_explain_tells_turns_that_went_on_too(tmp_path: Path) -> None:
+    spans = [span for batch in read_spans(GOLDEN) for span in batch.spans]
+    contents = assemble_spans(spans, "import")
+    events: list[Event] = [
+        OrchestrationRevised(
+            orchestration_id=c.orchestration_id, tenant=c.tenant, revision=1, complete=True, content=c
+        )
+        for c in contents
+    ]
+    rows = ask(
+        events,
+        tmp_path,
+        "SELECT orchestration_id, decision, agent_id, event_id, call_id, rule, chosen FROM decisions",
+    )
+    found = Counter(
+        (r["orchestration_id"], r["decision"], r["agent_id"], r["event_id"] or "", r["call_id"] or "", r["rule"]) for r in rows
+    )  # fmt: skip
+    expected = Counter(
+        (c.orchestration_id, d.code, d.agent_id, d.event_id, d.call_id, d.rule) for c in contents for d in decisions_of(c)
+    )  # fmt: skip
+    assert found == expected
+    went_on = [r for r in rows if r["rule"] == "turn_went_on"]
+    assert went_on
+    assert {r["chosen"] for r in went_on} == {"continue"}

@@ -63,17 +63,31 @@ _FEEDBACK_SQL = """SELECT f.* EXCLUDE (partition, "offset") FROM t_feedback f SE
 _ONCE = """SELECT * EXCLUDE (partition, "offset", nth) FROM (
   SELECT *, row_number() OVER (PARTITION BY {key} ORDER BY partition, "offset") AS nth FROM t_{table}) WHERE nth = 1"""
 
-_DECISIONS_SQL = """SELECT e.tenant, e.orchestration_id, e.revision,
-  CASE coalesce(e.decision_kind, e.type) WHEN 'spawn' THEN 'O1' WHEN 'delegate' THEN 'O2' WHEN 'message' THEN 'O3'
+_WENT_ON_SQL = """SELECT c.tenant, c.orchestration_id, c.revision, 'stop' AS kind, a.name AS agent, c.agent_id, 'continue' AS chosen, c.id AS call_id,
+    c.ended AS t, 1.0 AS confidence, 'turn_went_on' AS rule, TRUE AS goes_on
+  FROM (SELECT k.*, row_number() OVER (PARTITION BY k.tenant, k.orchestration_id, k.agent_id ORDER BY k.started DESC, k.id DESC) AS nth
+    FROM calls k SEMI JOIN (SELECT tenant, orchestration_id, id FROM agents WHERE parent_id = '') entry
+      ON entry.tenant = k.tenant AND entry.orchestration_id = k.orchestration_id AND entry.id = k.agent_id) c
+  JOIN agents a ON a.tenant = c.tenant AND a.orchestration_id = c.orchestration_id AND a.id = c.agent_id
+  ANTI JOIN (SELECT tenant, orchestration_id, agent_id FROM events WHERE decision_kind = 'stop' AND options IS NOT NULL) told
+    ON told.tenant = c.tenant AND told.orchestration_id = c.orchestration_id AND told.agent_id = c.agent_id
+  WHERE c.nth > 1"""
+"""Turns of entry agents before their last one, where the program told no stop decisions (``decisions.objects`` says the same)."""
+_DECISIONS_SQL = f"""SELECT e.tenant, e.orchestration_id, e.revision,
+  CASE e.kind WHEN 'spawn' THEN 'O1' WHEN 'delegate' THEN 'O2' WHEN 'message' THEN 'O3'
     WHEN 'aggregate' THEN 'O4' ELSE 'O5' END AS decision,
-  coalesce(e.decision_kind, e.type) AS kind, e.agent, e.agent_id,
+  e.kind, e.agent, e.agent_id,
   coalesce(nullif(e.chosen, ''), nullif(e.to_agent, ''), nullif(e.tool, ''), e.type) AS chosen, e.id AS event_id,
   nullif(e.call_id, '') AS call_id, e.t, s.policy_version, s.action, s.menu,
-  coalesce(e.propensities[list_position(e.options, e.chosen)], s.propensity) AS propensity,
-  coalesce(d.value, s.value) AS value, c.credit, c.credit_micro, e.confidence, e.rule, e.options, e.propensities, e.by_policy,
-  d.option_values, d.effect, d.low, d.high,
-  coalesce(d.status, CASE WHEN s.value IS NOT NULL THEN 'model_based' ELSE 'unidentified' END) AS effect_status, d.reason, d.decision_model
-FROM events e
+  CASE WHEN e.goes_on THEN NULL ELSE coalesce(e.propensities[list_position(e.options, e.chosen)], s.propensity) END AS propensity,
+  CASE WHEN e.goes_on THEN NULL ELSE coalesce(d.value, s.value) END AS value, c.credit, c.credit_micro, e.confidence, e.rule, e.options,
+  e.propensities, e.by_policy, d.option_values, d.effect, d.low, d.high,
+  coalesce(d.status, CASE WHEN s.value IS NOT NULL AND NOT e.goes_on THEN 'model_based' ELSE 'unidentified' END) AS effect_status,
+  d.reason, d.decision_model
+FROM (SELECT tenant, orchestration_id, revision, type, coalesce(decision_kind, type) AS kind, agent, agent_id, chosen, to_agent, tool, id, call_id, t,
+    confidence, rule, options, propensities, by_policy, FALSE AS goes_on
+  FROM events WHERE type IN ('spawn', 'delegate', 'message', 'aggregate', 'stop') OR decision_kind IS NOT NULL
+  UNION ALL BY NAME {_WENT_ON_SQL}) e
 LEFT JOIN (SELECT hash(tenant, orchestration_id) AS job, hash(call_id) AS call, policy_version, response_token_ids AS action,
     menu_ids AS menu, exp(list_sum(logprobs)) AS propensity,
     menu_values[-1][list_position(menu_ids[-1], response_token_ids[-1])] AS value
@@ -94,13 +108,12 @@ LEFT JOIN (
   JOIN t_decision_effects f ON f.tenant = t.tenant AND f.value_model = v.value_model AND f.decision_group = t.decision_group
     AND f.context = coalesce(x.context, '')
   GROUP BY ALL
-) d ON d.tenant = e.tenant AND d.orchestration_id = e.orchestration_id AND d.id = e.id
-WHERE e.type IN ('spawn', 'delegate', 'message', 'aggregate', 'stop') OR e.decision_kind IS NOT NULL"""
+) d ON d.tenant = e.tenant AND d.orchestration_id = e.orchestration_id AND d.id = e.id"""  # noqa: S608
 """A decision that its program told has the menu and the propensities told, also where it was not to act. Else its propensity is that of the model call that took it: the product over its response tokens. Its value is what the
 value model gave the option chosen at the last of them, which is the value of having decided so. Joined by two 64-bit hashes:
 with three texts as key the tables of ten million spans would not fit in a gibibyte."""
 _DECISION_TABLES = (
-    "events", "orchestrations", "samples", "sample_heads", "credits", "credit_heads", "decision_effects",
+    "events", "orchestrations", "samples", "sample_heads", "credits", "credit_heads", "decision_effects", "calls", "agents",
 )  # fmt: skip
 _METRICS_SQL = f"""SELECT o.tenant, o.orchestration_id, o.revision, o.complete, o.task_key, o.started, r.value AS success, r.status AS success_status,
   o.m.parallel_efficiency, o.m.work_over_span, o.m.useful_agents, o.m.protocol_overhead, o.m.error_amplification, o.m.safety_events,

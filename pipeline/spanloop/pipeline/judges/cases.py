@@ -8,6 +8,7 @@ Invariants: pure; a case is a function of the orchestration and of the words of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 from spanloop.pipeline.attribution.steps import Step, steps_of
 from spanloop.pipeline.attribution.texts import Words
@@ -62,7 +63,7 @@ def _about(content: OrchestrationContent, agent: Agent, steps: Sequence[Step]) -
 
 def _target(
     content: OrchestrationContent, agent: Agent, own: Sequence[Step]
-) -> tuple[str, str] | None:  # "span" or "response", and its id
+) -> tuple[Literal["span", "response"], str] | None:
     if agent.span_id:
         return "span", agent.span_id
     last = next((c for c in reversed(content.calls) if c.agent_id == agent.id and c.response_id), None)

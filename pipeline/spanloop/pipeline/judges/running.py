@@ -259,15 +259,16 @@ class Runner:
 
     def _ask(self, case: Case) -> tuple[FeedbackReceived | str, Exception | None, int]:
         """The verdict, or why there is none with the judge's own error, and how many calls it took."""
-        said: FeedbackReceived | str = ""
-        for attempt in range(1, TRIES + 1):
+        attempt = 0
+        while True:
+            attempt += 1
             watched = _Watched(self._judge)
             said = ask(watched, case, self._term.timeout_s, self._clock.now_ns())
             if isinstance(said, FeedbackReceived) or not _may_pass(said, watched.error):
                 return said, watched.error, attempt
-            if attempt < TRIES:
-                self._pause(0.5 * 2**attempt)
-        return said, watched.error or TransientError(f"judge {self._term.name}: {said}"), TRIES
+            if attempt == TRIES:
+                return said, watched.error or TransientError(f"judge {self._term.name}: {said}"), attempt
+            self._pause(0.5 * 2**attempt)
 
     def _take(self, said: FeedbackReceived | str, error: Exception | None, counts: Counts) -> None:
         if isinstance(said, FeedbackReceived):

@@ -34,7 +34,7 @@ __all__ = [
 TABLES_VERSION = "2"
 """The same as ``archive.writer.TABLES_VERSION``, which cannot be imported without pyarrow; a test compares them."""
 _UNDER = {
-    "decisions": {"events", "samples", "credits"},
+    "decisions": {"events", "samples", "credits", "calls", "agents"},
     "metrics": {"orchestrations", "agents", "calls", "events", "edges", "rewards"},
 }
 """Views that others select from."""

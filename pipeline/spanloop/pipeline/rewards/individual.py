@@ -7,7 +7,7 @@ ones only: ``individual/2`` is missing until every sub-agent that did something 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from spanloop.pipeline.rewards.inputs import inputs_of
 from spanloop.pipeline.rewards.registry import Case, reward
@@ -55,7 +55,7 @@ def _individual(case: Case, due: Collection[str], of: Collection[str] | None = N
     ]  # fmt: skip
     items = [item for item in told.items if told.of[item.target_id] in scores]
 
-    def team_of(seen: list[FeedbackReceived]) -> int | None:
+    def team_of(seen: Sequence[FeedbackReceived]) -> int | None:
         means = [mean_micro(micro(i.value) for i in counted) or 0 for counted in told.by_agent(seen).values()]
         return mean_micro(means)
 
