@@ -125,6 +125,7 @@ def derive(
         complete=complete,
         terms=RewardTerms.of(settings),
         progress=version_number(version),
+        indicators=model.indicators if model is not None else {},
     )
     draft = Draft(content, composite, version, choice_of(settings, content.orchestration_id))
     estimate_drafts([draft], {version: Asking(model)} if model is not None else {})
@@ -404,6 +405,7 @@ class SignalStage:
                 complete=held.complete,
                 terms=self._terms,
                 progress=version_number(version),
+                indicators=self._indicators(content.tenant, version),
             )
             choice = choice_of(self._settings, content.orchestration_id)
             drafts[key] = Draft(content, composite, version, choice, live=self._take_live(key, content))
@@ -477,6 +479,11 @@ class SignalStage:
         if event.VERSION == 1:
             self._written[id(event)] = (event, data)
         return bytes_hash(data)
+
+    def _indicators(self, tenant: str, version: str) -> Mapping[str, float]:
+        if version == NO_MODEL or not self._terms.goes_by_indicators:
+            return {}
+        return self._ask(tenant, version).indicators
 
     def _ask(self, tenant: str, version: str) -> Asking:
         name = f"{tenant}/{version}"

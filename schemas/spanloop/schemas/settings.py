@@ -220,11 +220,27 @@ class RewardTerm(_Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the weight of a scaffold goes to 0 ..."""
     length: float = Field(50.0, gt=0)
-    """... over so many versions of the value model (value_every, value_growth)."""
+    """... over so many versions of the value model (value_every, value_growth); with an indicator over so many orchestrations at
+    its target."""
+    indicator: str = ""
+    """Channel of the team, such as "parl_finish", that the schedule goes by: it advances only while the channel is at its target and
+    steady."""
+    indicator_target: float = 0.0
+    """Least mean of the channel ..."""
+    indicator_tolerance: float = Field(0.05, gt=0)
+    """... and largest difference of its fast and its slow mean."""
     gated: bool = True
     """Paid only where the outcome is at least outcome_floor."""
     options: dict[str, Any] = {}
     """What the reward itself takes."""
+
+    @model_validator(mode="after")
+    def _an_indicator_needs_a_schedule(self) -> RewardTerm:
+        if self.indicator and self.schedule == "constant":
+            raise ValueError(
+                f"reward {self.name} has an indicator and no schedule that goes by it: set schedule = 'linear' or 'cosine'"
+            )
+        return self
 
 
 class Pipeline(_Section):

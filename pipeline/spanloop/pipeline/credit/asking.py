@@ -26,6 +26,7 @@ class Asking:
     def __init__(self, model: ValueModel) -> None:
         self._model = model
         self.encode = model.encoder
+        self.indicators = model.indicators
         self._known: dict[State, int] = {}
         self._asked: dict[State, None] = {}
         self._steps: dict[int, int] = {}

@@ -4,7 +4,8 @@ Inputs: orchestrations (for the decisions they went through) and rewards (for wh
 ``settings.value_every`` new final outcomes (or a share of all so far, if more: ``value_growth``) it trains on a bounded
 memory of past orchestrations and publishes a version; that happens at the record that completes the count, so it does not depend on batching. Held-out orchestrations are never
 learned from: the gate stays honest. A corrected reward corrects the memory; a void one leaves it. Where programs told decisions, a
-version of the decision models (``decisions.learner``) is published just before each version of the value model and names it.
+version of the decision models (``decisions.learner``) is published just before each version of the value model and names it. A version
+carries how far reward schedules that go by a measured number have come (``rewards.indicators``).
 Invariants: deterministic; restoring from the committed entries goes on exactly as if nothing had happened.
 """
 
@@ -26,6 +27,8 @@ from spanloop.pipeline.decisions.learner import DecisionLearner, grades_of, less
 from spanloop.pipeline.decisions.learner import Lesson as DecisionLesson
 from spanloop.pipeline.decisions.told import Prices, has_told
 from spanloop.pipeline.ports import LogRecord, StageOutput
+from spanloop.pipeline.rewards.indicators import advanced, as_json, watched_of
+from spanloop.pipeline.rewards.shaping import Indicator
 from spanloop.pipeline.samples import is_holdout
 from spanloop.pipeline.sealing.entries import ENTRY, sealed_by
 from spanloop.schemas import topics
@@ -94,6 +97,7 @@ class _Tenant:
         self.sealed: dict[str, str] = {}
         """Trace whose key closes the lessons of an orchestration."""
         self.decisions = DecisionLearner()
+        self.indicators: dict[str, Indicator] = {}
 
 
 class ValueStage:
@@ -116,6 +120,7 @@ class ValueStage:
         self._encoder = Encoder(settings.value_units, settings.value_words)
         self._tenants: dict[str, _Tenant] = {}
         self._writes: dict[str, bytes | None] = {}
+        self._watched = watched_of(settings)
         self._prices = Prices(settings.token_price, settings.second_price, settings.round_price)
 
     def restore(self, entries: Mapping[str, bytes]) -> None:
@@ -145,6 +150,8 @@ class ValueStage:
                     tenant.sealed[item.orchestration_id] = sealed_by(entries[key])
                 tenant.memory[int(tail)] = item
                 tenant.slots[item.orchestration_id] = int(tail)
+            elif kind == "indicators":
+                tenant.indicators = msgspec.msgpack.decode(entries[key], type=dict[str, Indicator])
             elif kind == "decisions":
                 told.append((name, tail, msgspec.msgpack.decode(entries[key], type=DecisionLesson)))
         for name, oid, lesson in sorted(told, key=lambda item: item[2].sequence):
@@ -308,6 +315,9 @@ class ValueStage:
         self._remember(name, tenant, slot, Example(oid, waiting.lessons, event.team))
         counters.new += 1
         counters.total += 1
+        if self._watched:
+            tenant.indicators = advanced(tenant.indicators, self._watched, event.rewards)
+            self._writes[f"indicators/{name}"] = _pack(tenant.indicators)
         share = min(int(counters.total * self._settings.value_growth), MEMORY // 4)
         due = max(self._settings.value_every, share)
         published = self._publish(name, tenant) if counters.new >= due else []
@@ -321,6 +331,8 @@ class ValueStage:
         self._writes[f"trainer/{name}"] = _pack(tenant.trainer.to_dict())
         model = tenant.trainer.model
         parameters = model.to_dict()
+        if tenant.indicators:
+            parameters["indicators"] = as_json(tenant.indicators)
         version = f"value@v{tenant.trainer.updates}-{content_hash(parameters)[:8]}"
         return [
             *self._decision_model(name, tenant, version),

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from spanloop.pipeline.credit.progress import Bag
 from spanloop.pipeline.credit.states import Encoder
+from spanloop.pipeline.rewards.indicators import progress_in
 from spanloop.schemas.canonical import MICRO
 from spanloop.schemas.errors import SchemaError
 
@@ -76,6 +77,8 @@ class ValueModel:
         """Embedding (K, rows, H), bias (K, 1, H), (K, H, H), (K, 1, H), (K, H, 1), (K, 1, 1); float32."""
         self.encoder = encoder
         """How token states are read."""
+        self.indicators: dict[str, float] = {}
+        """How far reward schedules that go by a measured number had come when it was published."""
 
     @staticmethod
     def fresh(
@@ -179,7 +182,9 @@ class ValueModel:
             raise SchemaError(f"not a value model: {exc}") from exc
         if [weight.shape for weight in weights] != shapes or have != len(rows):
             raise SchemaError(f"a value model's weights have shapes {[w.shape for w in weights]}")
-        return ValueModel(rows, rows_max, weights, encoder)
+        model = ValueModel(rows, rows_max, weights, encoder)
+        model.indicators = progress_in(data)
+        return model
 
 
 class StepReader:

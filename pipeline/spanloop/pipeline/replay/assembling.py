@@ -10,7 +10,7 @@ changes no number (``value_model``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -221,6 +221,7 @@ class Deriver:
             complete=item.complete,
             terms=self._terms,
             progress=version_number(version),
+            indicators=self._indicators(item.content.tenant, version),
         )
         draft = Draft(content, composite, version, choice_of(self._settings, content.orchestration_id))
         key = (item.content.tenant, version)
@@ -230,6 +231,12 @@ class Deriver:
         if len(waiting) >= DERIVE_TOGETHER:
             return self._derive(key)
         return self.flush() if self._count >= WAITING_MAX else []
+
+    def _indicators(self, tenant: str, version: str) -> Mapping[str, float]:
+        if version == NO_MODEL or not self._terms.goes_by_indicators:
+            return {}
+        asking = self._asking(tenant, version)
+        return asking.indicators if asking is not None else {}
 
     def flush(self) -> list[Result]:
         """All that still wait."""

@@ -9,7 +9,7 @@ Invariants: a function of (content, set of feedback, completeness, terms); no ou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -45,6 +45,11 @@ class RewardTerms(msgspec.Struct, frozen=True):
 
     definitions: str = ""
     """16 hex digits of these terms and of the versions of the built-in channels: under which definitions a value was made."""
+
+    @property
+    def goes_by_indicators(self) -> bool:
+        """Whether a schedule needs what a version of the value model says of indicators."""
+        return any(term.indicator for term in self.declared)
 
     @staticmethod
     def of(settings: Pipeline) -> RewardTerms:
@@ -90,6 +95,7 @@ def compose(
     complete: bool,
     terms: RewardTerms,
     progress: int = 0,
+    indicators: Mapping[str, float] = {},
 ) -> Composite:
     """Rewards of an orchestration.
 
@@ -99,6 +105,7 @@ def compose(
         complete: False: closed by time-out; then the team's reward stays provisional.
         terms: Weights of the structural terms, and what the deployment declares.
         progress: Number of the recorded value model's version: what schedules go by.
+        indicators: What that version says of those that go by a measured number.
     """
     team = outcome_reward(feedback)
     good = team.value is not None and team.value >= micro(terms.floor)
@@ -119,7 +126,9 @@ def compose(
     )
     if terms.declared:
         case = Case(content, feedback, team.value, outcome_status=team.status, complete=complete)
-        rewards += tuple(declared_rewards(terms.declared, case, good=good, progress=progress))
+        rewards += tuple(
+            declared_rewards(terms.declared, case, good=good, progress=progress, indicators=indicators)
+        )
     if team.value is None:
         return Composite(rewards, None, "missing", terms.definitions)
     return Composite(rewards, paid(rewards), _status(rewards, complete=complete), terms.definitions)

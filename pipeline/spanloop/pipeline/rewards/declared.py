@@ -1,20 +1,21 @@
 """Rewards that a deployment declares in its settings, beside the built-in channels.
 
 [[pipeline.rewards]] names a registered reward, its weight in the team's composite (R8) and, for a scaffold, the schedule by which the
-weight goes to 0 with the versions of the value model. The version is recorded on the credit, so a replay pays what was paid.
+weight goes to 0 with the versions of the value model, or with a measured indicator whose state these carry. The version is recorded on the credit, so a replay pays what was paid.
 Invariants: pure, given the registry; a reward that is gated is paid only where the outcome is at least the floor; the weight as
 paid stands on the reward; while the orchestration is incomplete none is final.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from spanloop.pipeline.rewards import individual, process, role, verifier
+from spanloop.pipeline.rewards import individual, parallel, process, role, verifier
+from spanloop.pipeline.rewards.indicators import key_of
 from spanloop.pipeline.rewards.inputs import feedback_inputs, inputs_of
 from spanloop.pipeline.rewards.loading import load_functions
 from spanloop.pipeline.rewards.registry import Case, Definition, Found, find
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BUILT_IN", "Term", "declared_rewards", "terms_of"]
 
-BUILT_IN = (individual, role, process, verifier)
+BUILT_IN = (individual, parallel, role, process, verifier)
 """Imported, so that their rewards are registered."""
 
 
@@ -40,11 +41,20 @@ class Term(msgspec.Struct, frozen=True):
     schedule: Schedule | None
     gated: bool
     options: dict[str, Any]
+    indicator: str = ""
+    """Key of what the schedule goes by; empty: versions of the value model."""
 
     @property
     def definition_parts(self) -> tuple[Any, ...]:
         """All that what it pays depends on, beside what it reads."""
-        return (self.definition.estimator, self.weight, self.schedule, self.gated, self.options)
+        return (
+            self.definition.estimator,
+            self.weight,
+            self.schedule,
+            self.gated,
+            self.options,
+            self.indicator,
+        )
 
 
 def terms_of(settings: Pipeline) -> tuple[Term, ...]:
@@ -56,11 +66,15 @@ def terms_of(settings: Pipeline) -> tuple[Term, ...]:
         schedule = None
         if given.schedule != "constant":
             schedule = Schedule(given.weight, given.length, given.schedule)
-        found.append(Term(find(given.name), given.weight, schedule, given.gated, dict(given.options)))
+        found.append(
+            Term(find(given.name), given.weight, schedule, given.gated, dict(given.options), key_of(given))
+        )
     return tuple(found)
 
 
-def declared_rewards(terms: Sequence[Term], case: Case, *, good: bool, progress: int) -> list[Reward]:
+def declared_rewards(
+    terms: Sequence[Term], case: Case, *, good: bool, progress: int, indicators: Mapping[str, float]
+) -> list[Reward]:
     """Rewards of all terms.
 
     Args:
@@ -68,13 +82,15 @@ def declared_rewards(terms: Sequence[Term], case: Case, *, good: bool, progress:
         case: The orchestration; each term sees its own options.
         good: Whether the outcome is at least the floor.
         progress: Number of the recorded value model's version.
+        indicators: How far the schedules that go by one have come, as that version says.
 
     A function of the deployment's own that fails makes a missing reward whose estimator says so: one bad reward costs itself.
     """
     found: list[Reward] = []
     whole = ""
     for term in terms:
-        weight = term.weight if term.schedule is None else weight_at(term.schedule, progress)
+        done = indicators.get(term.indicator, 0.0) if term.indicator else progress
+        weight = term.weight if term.schedule is None else weight_at(term.schedule, done)
         paid = micro(weight) if good or not term.gated else 0
         estimator = term.definition.estimator
         try:
