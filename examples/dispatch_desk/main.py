@@ -40,6 +40,8 @@ __all__ = ["main"]
 
 LATE = 0.1
 """Share of tickets whose outcome is known only 5 to 20 s later."""
+YIELD = 10
+"""Niceness of a desk that asks for decisions: it costs little itself, and would outrun the system that it shares two cores with."""
 GC_THRESHOLD = (200_000, 50, 1_000)
 """Each run leaves cycles; collecting them at Python's default rate takes a fifth of the time."""
 
@@ -225,6 +227,7 @@ def _desk(
         from spanloop.collectors import sdk
 
         sdk.instrument(tracer_provider=provider)
+        os.nice(YIELD)
         return DecisionDesk(session, os.environ["OPENAI_BASE_URL"])
     api_key = os.environ.get("OPENAI_API_KEY", "none")
     client = AsyncOpenAI(api_key=api_key) if options.sdk else ShortPathClient(session, api_key=api_key)
