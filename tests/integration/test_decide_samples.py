@@ -57,7 +57,7 @@ async def test_a_session_over_plain_http_becomes_one_training_row_a_decision(tmp
                 got = await answer.json()
         spans = await recorded(at.log, 3)
     (content,) = assemble_spans(spans, "default", "gateway")
-    assert [d.kind for d in decisions_of(content) if d.menu == "told"] == ["delegate"] * 3
+    assert [(d.kind, d.menu) for d in decisions_of(content)] == [("delegate", "told")] * 3
     outcome = FeedbackReceived(
         feedback_id="f", target_kind="response", target_id=got["id"], value=1.0, scorer="s", observed_ns=1
     )
@@ -90,7 +90,7 @@ async def test_a_closed_models_calls_between_decisions_do_not_hide_their_credit(
         gateways = await recorded(at.log, 2)
     (content,) = assemble_spans([*mine, *gateways], "default", "import")
     assert len(content.calls) == 4
-    assert content.tokens.input == 18
+    assert (content.tokens.input, content.tokens.output, content.tokens.unknown_calls) == (18, 6, 0)
     assert len(lessons(cast_of(content))) == 2
     told = [event.decision for event in content.events if event.decision is not None]
     ledger = build_ledger(content, MICRO, liked(content, told[0].chosen))
@@ -106,3 +106,27 @@ async def test_a_closed_models_calls_between_decisions_do_not_hide_their_credit(
     again = msgspec.json.decode(msgspec.json.encode(built), type=SamplesBuilt)
     assert rollout_of(again) == rollout_of(built)
     assert second.call_id != first.call_id
+
+
+async def test_acts_of_a_kind_that_is_asked_for_are_no_further_decisions(tmp_path):
+    """The desk asks over plain HTTP and its acts are inferred: each decision is there once."""
+    async with deciding(tmp_path) as at:
+        with recording() as exporter:
+            with sdk.agent("desk") as desk:
+                for kind in ("spawn", "delegate", "stop"):
+                    body = {**ASKED, "kind": kind}
+                    async with at.client.post("/v1/decide", json=body, headers=desk.carrier) as answer:
+                        assert answer.status == 200
+                with sdk.agent("writer"), sdk.model_call("closed-llm") as call:
+                    call.response(id="closed", input_tokens=9, output_tokens=3)
+            mine = received(exporter)
+        gateways = await recorded(at.log, 3)
+    (content,) = assemble_spans([*mine, *gateways], "default", "import")
+    assert {"spawn", "delegate"} <= {event.type for event in content.events}
+    found = [d for d in decisions_of(content) if d.kind in ("spawn", "delegate", "stop")]
+    assert sorted((d.kind, d.menu) for d in found) == [
+        ("delegate", "told"),
+        ("spawn", "told"),
+        ("stop", "told"),
+    ]
+    assert len({d.call_id for d in found}) == 3

@@ -29,6 +29,7 @@ from spanloop.pipeline.decisions.told import (
     group_of,
     stop_propensity,
     stops_at,
+    was_asked,
 )
 from spanloop.schemas.events import CreditNode, Sample
 from spanloop.schemas.ids import policy_number
@@ -126,12 +127,12 @@ def decisions_of(
 
 def _turns_that_went_on(content: OrchestrationContent, found: Sequence[DecisionObject]) -> list[Told]:
     """Turns of agents that answer, before their last one: not stopping is a decision, also where nobody told it. Agents whose
-    stop decisions were told have told all of them. A call without any token is a decision that was asked, not a turn."""
+    stop decisions were told have told all of them. A decision that was asked for is no turn."""
     told = {item.agent_id for item in found if item.kind == "stop" and item.menu == "told"}
     entries = {agent.id: agent for agent in content.agents if not agent.parent_id and agent.id not in told}
     turns: dict[str, list[ModelCall]] = {}
     for call in sorted(content.calls, key=lambda c: (c.start_ns, c.id)):
-        if call.agent_id in entries and not (call.input_tokens == 0 and call.output_tokens == 0):
+        if call.agent_id in entries and not was_asked(call):
             turns.setdefault(call.agent_id, []).append(call)
     opened, closed = _delegations(content)
     ends = sorted((c.end_ns, (c.input_tokens or 0) + (c.output_tokens or 0)) for c in content.calls)
@@ -183,7 +184,9 @@ class _Maker:
     def of(self, item: Told, *, goes_on: bool = False) -> DecisionObject:
         event, decision = item.event, item.decision
         call = self.calls.get(event.call_id)
-        row = self.samples.get(event.call_id)
+        if was_asked(call) and not decision.options:
+            call = None  # it took another decision, which is told
+        row = self.samples.get(event.call_id) if call is not None else None
         answer = self._answer(item, row, goes_on=goes_on)
         margin = self._margin(item)
         by = decision.by_policy
@@ -221,7 +224,7 @@ class _Maker:
             else margin
             if stops_at(event, decision) and not goes_on
             else -margin,
-            credit=self.credit.get(event.call_id) if event.call_id else None,
+            credit=self.credit.get(event.call_id) if call is not None else None,
         )
 
     def _margin(self, item: Told) -> float | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from spanloop.schemas.orchestration import Decision, OrchestrationContent, OrchestrationEvent
+from spanloop.schemas.orchestration import Decision, ModelCall, OrchestrationContent, OrchestrationEvent
 
 __all__ = [
     "CODES",
@@ -30,6 +30,7 @@ __all__ = [
     "stop_propensity",
     "stops_at",
     "told_of",
+    "was_asked",
 ]
 
 CODES = {"spawn": "O1", "delegate": "O2", "message": "O3", "aggregate": "O4", "stop": "O5"}
@@ -69,13 +70,25 @@ def told_of(content: OrchestrationContent) -> list[Told]:
     return situated(content, lambda event: event.decision) if has_told(content) else []
 
 
+def was_asked(call: ModelCall | None) -> bool:
+    """Whether a call is a decision that the policy was asked for: no model read or wrote a token."""
+    return call is not None and call.input_tokens == 0 and call.output_tokens == 0
+
+
 def all_of(content: OrchestrationContent) -> list[Told]:
     """Told decisions, and the acts of O1 to O5 that no program told a decision of, in the order of the events. An act that
-    carries out a decision told apart is that decision."""
+    carries out a decision told apart is that decision; who asks the policy for decisions of a kind asks for all of them, so its
+    acts of that kind are no further decisions."""
     apart = {
         event.id: event.decision.kind
         for event in content.events
         if event.type == "orchestrator_decision" and event.decision is not None
+    }
+    calls = {call.id: call for call in content.calls}
+    asks = {
+        (event.agent_id, apart[event.id])
+        for event in content.events
+        if event.id in apart and was_asked(calls.get(event.call_id))
     }
     done = {
         (edge.dst, apart[edge.src]) for edge in content.edges if edge.type == "causal" and edge.src in apart
@@ -84,6 +97,8 @@ def all_of(content: OrchestrationContent) -> list[Told]:
     def decided(event: OrchestrationEvent) -> Decision | None:
         if event.decision is not None:
             return event.decision
+        if (event.agent_id, event.type) in asks:
+            return None
         if event.type in CODES and (event.id, event.type) not in done:
             return Decision(event.type, event.to or event.tool or event.type)
         return None

@@ -73,6 +73,7 @@ def read(span: Span) -> Operation:
         decision, doubts = decision_told(attributes)
         said = Said("decision", call=call.response_id, decision=decision)
         operation = msgspec.structs.replace(operation, said=said)
+        call = msgspec.structs.replace(call, input_tokens=0, output_tokens=0)  # known: no model read or wrote
         flags = (*flags, *doubts)
     return msgspec.structs.replace(operation, flags=flags, call=call)
 
