@@ -46,6 +46,8 @@ LIVE_MIN_S = 20.0
 INJECT_AT = 0.45
 """Share of the live time after which the bad candidate is made: late enough for a champion worth defending, early enough
 that the learner's own versions have the end to themselves."""
+INJECT_LATEST = 0.7
+"""The same where the first policy still is the champion: a copy of it is hardly worse than it is."""
 EXTRA_S = 30.0
 """A canary of the bad candidate that is still undecided at the end gets so much longer."""
 DRAIN_S = 15.0
@@ -124,7 +126,7 @@ class _Demo:
         screen = Screen(plain=self.options.plain, end_s=live_s)
         started = time.monotonic()
         self.start_ns = time.time_ns()
-        inject_at = INJECT_AT * live_s
+        inject_at, latest = INJECT_AT * live_s, INJECT_LATEST * live_s
         self.system.start_clients(self.options.concurrency)
         told, ticks = 0, 0
         try:
@@ -139,7 +141,8 @@ class _Demo:
                 ticks += 1
                 if ticks % 2 == 0:
                     self._tick(watch, screen, now_s)
-                if self.options.inject and now_s >= inject_at:
+                due = latest if self.injection is None and watch.champion <= 0 else inject_at
+                if self.options.inject and now_s >= due:
                     self._inject(watch, screen.say, now_s)
                 undecided = self.injection is not None and not self.injection.over
                 if now_s >= live_s + (EXTRA_S if undecided else 0.0):
