@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -368,3 +370,34 @@ def test_the_next_step_knows_whether_the_pipeline_runs(tmp_path):
     assert "next: spanloop traces" in run(path, "--workspace", tmp_path / "w").stderr
     run_file.write_text(json.dumps({"pids": {"collector": os.getpid(), "pipeline": 2**22 + 1}}))
     assert "next: spanloop up" in run(path, "--workspace", tmp_path / "w").stderr
+
+
+INTERRUPTED = """
+import importlib.abc, os, signal, sys
+WANTED = sys.argv[1]
+class Interrupts(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == WANTED:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+from spanloop.schemas.cli import main
+sys.argv[:2] = ["spanloop"]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["click", "spanloop.schemas.verbs", "spanloop.collectors.import_cli", "spanloop.collectors.redaction", "spanloop.pipeline.log.sqlite"],
+)  # fmt: skip
+def test_ctrl_c_while_it_starts_ends_it_without_a_traceback(tmp_path, module):
+    file = write(tmp_path / "spans.jsonl", [{}])
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, module, "import", str(file), "--workspace", str(tmp_path / "w")],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (130, ""), done.stderr
+    assert "stopped" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Aborted" not in done.stderr

@@ -15,8 +15,20 @@ _EARLY = {"query": "spanloop.pipeline.query.child:start_early"}
 """What a verb starts before anything else is imported, so that it is ready when it is needed."""
 
 
+STOPPED = 130
+"""Exit code after Ctrl-C, wherever it came."""
+
+
 def main() -> None:
     """Run the CLI; see ``verbs.main``."""
+    try:
+        _run()
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped\n")
+        sys.exit(STOPPED)
+
+
+def _run() -> None:
     short = _head_start(sys.argv[1:])
     from spanloop.schemas import verbs
 

@@ -98,6 +98,14 @@ class _Verbs(click.Group):
             return None
         return entry.load()
 
+    def invoke(self, ctx: click.Context) -> object:
+        """Ctrl-C while a verb is loaded, or in one that has nothing to say of it, ends the process as a shell expects."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("stopped", err=True)
+            ctx.exit(130)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, _SUMMARY.get(name, "")) for name in self.list_commands(ctx)])
