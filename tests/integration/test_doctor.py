@@ -15,6 +15,7 @@ from simulation.small_system import append, job, outcome, run
 
 from spanloop.pipeline.doctor import diagnose, lines
 from spanloop.pipeline.log.sqlite import SqliteLog
+from spanloop.pipeline.workspace import end_run
 from spanloop.schemas.events import RewardsComputed, SpansReceived, decode
 from spanloop.schemas.ids import gateway_span_id, orchestration_id
 from spanloop.schemas.settings import load_settings
@@ -187,6 +188,9 @@ def test_doctor_judges_by_the_settings_that_up_was_started_with(tmp_path):
     assert "http://localhost:" in told.stdout
     own = tmp_path / "own.toml"
     own.write_text("")
+    end_run(workspace)  # a clean stop
+    assert not (workspace / "run.json").exists()
+    assert f"ok    settings: from {config}" in spanloop("doctor", "--workspace", workspace).stdout
     named = spanloop("doctor", "--workspace", workspace, "--config", own)
     assert "settings: " not in named.stdout
     config.unlink()

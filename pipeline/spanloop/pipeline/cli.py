@@ -141,7 +141,7 @@ def doctor(config_file: Path | None, workspace: Path | None, as_json: bool) -> N
     """Say what can be learned from each deployment, what is missing, and which setting adds it.
 
     Also looks at workspace, disk, ports and installed packages. Without --config, the file that `spanloop up` runs the
-    workspace with. Exit code 1: something keeps spanloop from running.
+    workspace with, or ran it with last. Exit code 1: something keeps spanloop from running.
 
     \b
     spanloop doctor
@@ -167,10 +167,11 @@ def doctor(config_file: Path | None, workspace: Path | None, as_json: bool) -> N
 
 
 def _config_of_run(workspace: Path) -> Path | None:
-    """The settings file of the `up` that runs a workspace, or was killed there; None: it had none, or there is none."""
-    from spanloop.pipeline.workspace import read_run
+    """The settings file of the `up` that runs a workspace, or ran there last; None: it had none, or there is none."""
+    from spanloop.pipeline.workspace import LAST_RUN, read_run
 
-    config_file = Path(str(read_run(workspace).get("config") or ""))
+    run = read_run(workspace) or read_run(workspace, LAST_RUN)
+    config_file = Path(str(run.get("config") or ""))
     return config_file if config_file.is_file() else None
 
 

@@ -15,6 +15,7 @@ offsets and outputs are one transaction. Invariants:
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import sqlite3
@@ -23,6 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from spanloop.schemas.errors import ConfigError, SpanloopError, TerminalError, TransientError
 
@@ -32,6 +34,7 @@ APPLICATION_ID = 0x53504C50
 """Stands in the file's header ("SPLP"), so that a foreign database is recognised."""
 FORMAT = 1
 """PRAGMA user_version: layout of the tables below."""
+_READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 BUSY_S = 30.0
 """How long a writer waits for its turn before it raises TransientError."""
 CHECKPOINT_BYTES = 32 * 2**20
@@ -111,7 +114,7 @@ class SqliteFile:
 
     Args:
         path: the database; made with its folder (0700, file 0600) when missing.
-        create: False raises ConfigError instead of making it.
+        create: False raises ConfigError instead of making it, and reads also what this user cannot write, such as a read-only mount.
     """
 
     def __init__(self, path: Path | str, *, create: bool = True) -> None:
@@ -125,14 +128,16 @@ class SqliteFile:
             raise ConfigError(
                 f"no log at {self.path}: nothing was recorded there yet; is this the right workspace?"
             )
+        self._turn = -1
         try:
             self._make_private()
             self._turn = os.open(f"{self.path}.turn", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as exc:
-            raise TerminalError(
-                f"{self.path}: {exc.strerror or exc}: give this user write permission on {self.path.parent}",
-                path=str(self.path),
-            ) from exc
+            if create or exc.errno not in _READ_ONLY:
+                raise TerminalError(
+                    f"{self.path}: {exc.strerror or exc}: give this user write permission on {self.path.parent}",
+                    path=str(self.path),
+                ) from exc
         try:
             self._writer = self._connect()
             self._writer.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
@@ -153,17 +158,25 @@ class SqliteFile:
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(
-            self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False, cached_statements=256
-        )
+            self.path if self._turn >= 0 else self._read_only_uri(),
+            uri=self._turn < 0, timeout=BUSY_S, isolation_level=None, check_same_thread=False, cached_statements=256,
+        )  # fmt: skip
         self._connections.append(connection)
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA wal_autocheckpoint = 0")
         return connection
 
+    def _read_only_uri(self) -> str:
+        """What opens the file where nothing can be written. Without a write-ahead log beside it nobody has it open, and it says all;
+        with one, SQLite reads both by way of the index that its writers keep there."""
+        wal = self.path.with_name(self.path.name + "-wal")
+        alone = not wal.exists() or not wal.stat().st_size
+        return f"file:{quote(str(self.path.absolute()))}?mode=ro{'&immutable=1' if alone else ''}"
+
     def _prepare(self) -> None:
         """Make the tables where they are missing; a file that has them is not locked."""
         one = self._writer.execute
-        if self._format() == FORMAT:
+        if self._format() == FORMAT or self._turn < 0:
             return
         with self._write_lock, self._turn_held():
             if self._format() == 0 and one("SELECT count(*) FROM sqlite_master").fetchone()[0]:
@@ -225,6 +238,11 @@ class SqliteFile:
         with self._write_lock:
             if self._closed:
                 raise TerminalError(f"{self.path}: the log is closed; nothing was written", code="CLOSED")
+            if self._turn < 0:
+                raise TerminalError(
+                    f"{self.path} was opened for reading: give this user write permission on it and its folder",
+                    code="READ_ONLY",
+                )
             if (
                 self._on_disk() != self._identity
             ):  # SQLite would write on, into a file that nobody finds again
@@ -276,6 +294,10 @@ class SqliteFile:
             if self._closed:
                 return
             self._closed = True
+            if self._turn < 0:
+                for connection in self._connections:
+                    connection.close()
+                return
             # The last connection to close checkpoints: under the turn, like any other checkpoint.
             with contextlib.suppress(TransientError), self._turn_held():
                 for connection in self._connections:

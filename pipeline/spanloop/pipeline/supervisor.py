@@ -24,7 +24,14 @@ from typing import Any
 
 from spanloop.pipeline.child import Child, ChildSpec, python_command
 from spanloop.pipeline.log.open import open_log
-from spanloop.pipeline.workspace import WorkspaceLock, claim_ports, process_name, read_run, write_json
+from spanloop.pipeline.workspace import (
+    WorkspaceLock,
+    claim_ports,
+    end_run,
+    process_name,
+    read_run,
+    write_json,
+)
 from spanloop.schemas.errors import ConfigError, TerminalError
 from spanloop.schemas.settings import Settings
 
@@ -319,8 +326,7 @@ def supervise(
             return await supervisor.run(on_ready)
 
         code = asyncio.run(run())
-        with contextlib.suppress(OSError):
-            (settings.workspace / "run.json").unlink()
+        end_run(settings.workspace)
         return code
     finally:
         lock.release()

@@ -1,7 +1,8 @@
 """A workspace on disk: who runs on it, what is written beside the log, and which ports it wants.
 
 One supervisor a workspace: an advisory lock on WORKSPACE/supervisor.lock that the kernel frees when its holder dies,
-with the holder's pid as text for the error message. run.json is the supervisor's note to other processes.
+with the holder's pid as text for the error message. run.json is the supervisor's note to other processes;
+a clean stop renames it.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from spanloop.schemas.errors import ConfigError, TerminalError
 from spanloop.schemas.settings import Settings
 
 __all__ = [
+    "LAST_RUN",
     "SERVERS",
     "WorkspaceLock",
     "check_port",
     "claim_ports",
+    "end_run",
     "port_holder",
     "process_name",
     "read_run",
@@ -31,6 +34,7 @@ __all__ = [
     "write_json",
 ]
 
+LAST_RUN = "last_run.json"
 SERVERS = ("collector", "gateway", "serving")
 """Processes that listen; each has a section with host and port."""
 
@@ -47,10 +51,16 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         raise TerminalError(f"cannot write {path}: {exc.strerror or exc}", path=str(path)) from exc
 
 
-def read_run(workspace: Path) -> dict[str, Any]:
-    """run.json of a workspace; empty when no supervisor left one."""
+def end_run(workspace: Path) -> None:
+    """Put run.json aside: nothing runs now, but what the last run was started with stays known."""
+    with contextlib.suppress(OSError):
+        (workspace / "run.json").replace(workspace / LAST_RUN)
+
+
+def read_run(workspace: Path, name: str = "run.json") -> dict[str, Any]:
+    """run.json of a workspace; empty when no supervisor left one. ``name``: LAST_RUN for that of the run which was stopped last."""
     try:
-        found = json.loads((workspace / "run.json").read_text())
+        found = json.loads((workspace / name).read_text())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
