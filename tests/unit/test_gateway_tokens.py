@@ -4,17 +4,26 @@ import itertools
 import json
 import math
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spanloop.collectors.gateway_record import CallRecord, call_event
 from spanloop.collectors.gateway_stream import ChunkFolder, SseSplitter, event_data, plain, with_data
-from spanloop.collectors.gateway_tokens import ask_for_tokens, call_tokens, strip_response
+from spanloop.collectors.gateway_tokens import (
+    Asked,
+    ask_for_tokens,
+    call_tokens,
+    shown_chat,
+    shown_chat_bytes,
+    strip_response,
+)
 from spanloop.collectors.redaction import Redactor
 from spanloop.schemas.events import decode, encode
 from spanloop.schemas.settings import Content
 
+encode_json = msgspec.json.encode
 HALF = math.log(0.5)
 
 
@@ -291,3 +300,66 @@ def test_an_event_of_one_line_is_read_as_any_other(parts):
     others = b"".join(line + b"\n" for line in lines if not line.startswith(b"data:"))
     assert event_data(event) == (b"\n".join(told) if told else None)
     assert with_data(event, b"[]") == others + b"data: []\n\n"
+
+
+ANY = st.one_of(st.none(), st.booleans(), st.integers(-5, 5), st.just(1.5e-7), st.text(max_size=3), st.just([]), st.just({}), st.just([1]))  # fmt: skip
+CHOICES = st.one_of(
+    ANY,
+    st.lists(
+        st.one_of(
+            ANY,
+            st.dictionaries(
+                st.sampled_from(["logprobs", "token_ids", "delta", "message", "index"]), ANY, max_size=5
+            ),
+        ),
+        max_size=3,
+    ),
+)
+ANSWERS = st.one_of(
+    ANY,
+    st.fixed_dictionaries(
+        {},
+        optional=dict.fromkeys(("id", "usage", "prompt_token_ids", "error", "type"), ANY)
+        | {"choices": CHOICES},
+    ),
+)
+
+
+@given(ANSWERS, st.booleans(), st.booleans(), st.booleans(), st.booleans())
+@settings(max_examples=1500, deadline=None)
+def test_a_client_sees_the_same_whether_all_is_read_or_only_what_changes(
+    answer, logprobs, ids, usage, spaced
+):
+    asked = Asked(logprobs=logprobs, token_ids=ids, usage=usage)
+    data = json.dumps(answer).encode() if spaced else encode_json(answer)
+
+    def slow(*, event):
+        if not isinstance(answer, dict) or (event and (answer.get("error") or answer.get("type") == "error")):
+            return answer
+        shown = shown_chat(answer, asked)
+        if event and not asked.usage:
+            if not shown.get("choices") and shown.get("usage") is not None:
+                return None
+            shown.pop("usage", None)
+        return shown
+
+    for event in (False, True):
+        try:
+            quick = shown_chat_bytes(data, asked, event=event)
+        except msgspec.DecodeError:
+            choices = answer.get("choices") if isinstance(answer, dict) else None
+            assert not isinstance(choices, list) or not all(isinstance(c, dict) for c in choices)
+            continue
+        wanted = slow(event=event)
+        assert (json.loads(quick) if quick else None) == wanted
+        assert (quick is data) == (wanted == answer)
+
+
+def test_a_long_answer_is_not_read_to_be_shown():
+    """What is taken out is passed over: numbers and spacing of the rest stay as the server wrote them."""
+    data = b'{"id": "a", "choices": [{"index": 0, "message": {"content": "\\u00e4"}, "x": 1.50, "logprobs": {"content": [1e-7]}}]}'
+    told = shown_chat_bytes(data, Asked(logprobs=False, token_ids=False, usage=False))
+    assert (
+        told
+        == b'{"id":"a","choices":[{"index":0,"message":{"content": "\\u00e4"},"x":1.50,"logprobs":null}]}'
+    )

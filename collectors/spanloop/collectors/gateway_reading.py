@@ -13,8 +13,9 @@ import msgspec
 
 from spanloop.collectors.gateway_call import Call
 from spanloop.collectors.gateway_finished import ANSWER_BYTES_MAX
-from spanloop.collectors.gateway_shapes import RESPONSES
-from spanloop.collectors.gateway_stream import SseSplitter, chunk_of, with_data
+from spanloop.collectors.gateway_shapes import CHAT, RESPONSES
+from spanloop.collectors.gateway_stream import SseSplitter, chunk_of, event_data, with_data
+from spanloop.collectors.gateway_tokens import shown_chat_bytes
 from spanloop.collectors.untyped import text, the_map
 
 __all__ = ["Reading"]
@@ -67,7 +68,15 @@ class Reading:
 
     def _shown(self, event: bytes) -> bytes:
         """An event as it came, or without what only the record needs. Empty: not for the client."""
-        asked, chunk = self._call.asked, chunk_of(event)
+        asked = self._call.asked
+        if self._call.shape is CHAT and asked is not None and (data := event_data(event)) is not None:
+            try:
+                told = shown_chat_bytes(data, asked, event=True)
+            except msgspec.DecodeError:  # the end's mark, or something odd
+                pass
+            else:
+                return event if told is data else with_data(event, told) if told else b""
+        chunk = chunk_of(event)
         if chunk is None or asked is None or chunk.get("error") or chunk.get("type") == "error":
             return event
         self._look(chunk)

@@ -21,6 +21,7 @@ __all__ = [
     "call_tokens",
     "is_greedy",
     "shown_chat",
+    "shown_chat_bytes",
     "strip_choice",
     "strip_response",
 ]
@@ -40,6 +41,13 @@ TOKENS_MAX = 65_536
 """Prompt and response tokens of a call that are recorded; the arrays of a longer one are left out."""
 OPTIONS_MAX = 65_536
 """Menu entries of a call that are recorded; the menus of one with more are left out."""
+
+
+_NULL = msgspec.Raw(b"null")
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder().decode
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_choices = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -113,6 +121,42 @@ def shown_chat(response: dict[str, Any], asked: Asked) -> dict[str, Any]:
         copy["choices"] = [dict(c) if isinstance(c, dict) else c for c in response["choices"]]
     strip_response(copy, asked)
     return copy
+
+
+def shown_chat_bytes(data: bytes, asked: Asked, *, event: bool = False) -> bytes:
+    """The client's copy of a response, or of the data of a stream's event, without reading what is not changed: log-probabilities
+    are most of an answer, and reading those of a long one takes as long as some calls do. ``data`` itself where nothing is taken
+    out; empty: an event that is not for the client.
+
+    Raises:
+        msgspec.DecodeError: it is not JSON, or not what a chat answers; ``shown_chat`` can tell what it is.
+    """
+    body = _fields(data)
+    if event and _is_error(body):
+        return data
+    changed = not asked.token_ids and body.pop("prompt_token_ids", None) is not None
+    choices = _choices(body["choices"]) if "choices" in body else []
+    for choice in choices:
+        if not asked.logprobs and choice.get("logprobs", _NULL) != _NULL:
+            choice["logprobs"] = _NULL
+            changed = True
+        if not asked.token_ids and choice.pop("token_ids", None) is not None:
+            changed = True
+    if event and not asked.usage:
+        usage = body.pop("usage", None)
+        if not choices and usage is not None and usage != _NULL:
+            return b""
+        changed = changed or usage is not None
+    if not changed:
+        return data
+    if choices:
+        body["choices"] = msgspec.Raw(_encode(choices))
+    return _encode(body)
+
+
+def _is_error(body: Mapping[str, msgspec.Raw]) -> bool:
+    told = (_decode(body[name]) if name in body else None for name in ("error", "type"))
+    return bool(next(told)) or next(told) == "error"
 
 
 def is_greedy(request: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import zlib
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,8 +24,9 @@ from aiohttp import web
 
 from spanloop.collectors.gateway_call import Call, GatewayError
 from spanloop.collectors.gateway_reading import Reading
-from spanloop.collectors.gateway_shapes import RESPONSES
+from spanloop.collectors.gateway_shapes import CHAT, RESPONSES
 from spanloop.collectors.gateway_targets import Target, Targets
+from spanloop.collectors.gateway_tokens import shown_chat_bytes
 from spanloop.collectors.untyped import text
 from spanloop.schemas.settings import Settings
 
@@ -314,6 +315,9 @@ def _read_whole(call: Call, data: bytes) -> bytes:
     call.answer = data
     if call.asked is None and call.shape is not RESPONSES:
         return data
+    if call.asked is not None and call.shape is CHAT:
+        with suppress(msgspec.DecodeError):
+            return shown_chat_bytes(data, call.asked)
     try:
         response = _decode(data)
     except _MALFORMED:
