@@ -1,10 +1,11 @@
 """Cost of assembly by the size and the shape of an orchestration, and what orchestrations that are still open hold in memory.
 
 For each shape (``_shapes.py``) the CPU time a span, from the decoded span to the published revision, of one large orchestration
-over that of 100-span ones of the same shape, as many spans in all, measured by turns in one run; the least of all repeats counts.
+over that of 100-span ones of the same shape, a tenth as many spans in all, measured by turns in one process, before and after the
+large one; the least of all repeats counts.
 ``batch`` assembles a closed set. ``stream`` sends the spans to the stage in 20 batches, children before parents, closes it, and
 sends one late span after.
-Run: .venv/bin/python benchmarks/assembly.py [--scale 0.1] [--repeats 5] [--open 10000]
+Run: .venv/bin/python benchmarks/assembly.py [--scale 0.1] [--repeats 3] [--open 10000]
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ from spanloop.schemas.spans import Span
 
 COMMAND = ".venv/bin/python benchmarks/assembly.py"
 SMALL = 100
+SHARE = 10
+"""The small orchestrations have so much less spans in all than the large one."""
+LARGEST = 50_000
+"""Larger ones are measured once less."""
+OPEN_SPANS = 66
+"""Of each open orchestration."""
 BATCHES = 20
 _S = 1_000_000_000
 LARGE = {
@@ -129,24 +136,30 @@ def late(desk: Desk, spans: list[list[Span]]) -> float:
     return cpu(work)
 
 
+def measure(
+    made: list[list[Span]], sent: list[list[list[LogRecord]]], settings: Pipeline
+) -> dict[str, float]:
+    """CPU seconds of each kind of assembly of the orchestrations."""
+    desks: list[Desk] = []
+    return {
+        "batch": cpu(lambda: [assemble_spans(spans, "default") for spans in made]),
+        "stream": cpu(lambda: desks.append(stream(settings, sent))),
+        "late": late(desks[0], made),
+    }
+
+
 def compare(shape: str, size: int, repeats: int, settings: Pipeline) -> dict:
     """Microseconds a span of one large orchestration and of small ones, and their ratio."""
     large = [SHAPES[shape](0, size)]
-    small = [SHAPES[shape](number, SMALL) for number in range(1, max(2, len(large[0]) // SMALL) + 1)]
-    found = {name: dict.fromkeys(("batch", "stream", "late"), float("inf")) for name in ("small", "large")}
-    sent = {
-        "small": [batches_of(spans) for spans in small],
-        "large": [batches_of(large[0])],
-    }
-    for _ in range(repeats):
-        for name, orchestrations in (("small", small), ("large", large)):
-            spent = cpu(lambda which=orchestrations: [assemble_spans(spans, "default") for spans in which])
-            found[name]["batch"] = min(found[name]["batch"], spent)
-            desks: list[Desk] = []
-            spent = cpu(lambda which=name, into=desks: into.append(stream(settings, sent[which])))
-            found[name]["stream"] = min(found[name]["stream"], spent)
-            found[name]["late"] = min(found[name]["late"], late(desks[0], orchestrations))
-    counts = {"small": sum(map(len, small)), "large": len(large[0])}
+    count = max(10, len(large[0]) // SMALL // SHARE)
+    made = {"small": [SHAPES[shape](number, SMALL) for number in range(1, count + 1)], "large": large}
+    sent = {name: [batches_of(spans) for spans in orchestrations] for name, orchestrations in made.items()}
+    found = {name: dict.fromkeys(("batch", "stream", "late"), float("inf")) for name in made}
+    for _ in range(repeats - (size > LARGEST)):
+        for name in ("small", "large", "small"):
+            for kind, spent in measure(made[name], sent[name], settings).items():
+                found[name][kind] = min(found[name][kind], spent)
+    counts = {name: sum(map(len, orchestrations)) for name, orchestrations in made.items()}
     each = {
         name: {kind: spent / counts[name] * 1e6 for kind, spent in times.items()}
         for name, times in found.items()
@@ -165,13 +178,13 @@ def _rss_bytes() -> int:
 
 
 def open_ones(count: int, settings: Pipeline) -> dict:
-    """What ``count`` open orchestrations of 100 spans cost and hold, and what is left when they are closed and forgotten."""
+    """What ``count`` open orchestrations cost and hold, and what is left when they are closed and forgotten."""
     desk = Desk(settings)
     spans, spent = 0, 0.0
     gc.collect()
     before = _rss_bytes()
     for first in range(0, count, 100):
-        made = [SHAPES["hub"](number, SMALL) for number in range(first, min(first + 100, count))]
+        made = [SHAPES["hub"](number, OPEN_SPANS) for number in range(first, min(first + 100, count))]
         spans += sum(map(len, made))
         records = [record(found[:-1], n) for n, found in enumerate(made)]
         spent += cpu(lambda batch=records: desk.send(batch))
@@ -218,16 +231,21 @@ def _alone(work: Callable[..., object], *args: object) -> object:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scale", type=float, default=1.0, help="of the large orchestrations' sizes")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default="", help="one shape; nothing else, and no result is written")
     parser.add_argument("--open", type=int, default=10_000, help="orchestrations open at a time")
     options = parser.parse_args()
     settings = load_settings().pipeline
     figures: dict = {"scale": options.scale, "large": {}}
     for name, (shape, size) in LARGE.items():
+        if options.only not in ("", shape):
+            continue
         figures["large"][name] = _alone(
             compare, shape, round(size * options.scale), options.repeats, settings
         )
         print(name, figures["large"][name], flush=True)
+    if options.only:
+        return
     ratios = [item["ratio"] for item in figures["large"].values()]
     figures["worst_ratio"] = {
         kind: max(ratio[kind] for ratio in ratios) for kind in ("batch", "stream", "late")

@@ -40,6 +40,34 @@ def _key(event: OrchestrationEvent) -> tuple[int, int, str]:
     return event.t_ns, RANK[event.type], event.id
 
 
+class _Edges:
+    """Edges by their source, each once: sorting the many short lists costs the same for each edge, however many there are."""
+
+    def __init__(self) -> None:
+        self._from: dict[str, list[tuple[str, str]]] = {}
+
+    def add(self, source: str, target: str, kind: str) -> None:
+        """Take an edge, perhaps again."""
+        known = self._from.get(source)
+        if known is None:
+            self._from[source] = [(target, kind)]
+        else:
+            known.append((target, kind))
+
+    def of(self, work: Inference) -> tuple[Edge, ...]:
+        """Sorted, with those that logs tell."""
+        found = self._from
+        if work.logged.ids:
+            triples = {(source, *edge) for source, edges in found.items() for edge in edges}
+            return tuple([Edge(*edge) for edge in sorted(with_logged_edges(work, triples))])
+        listed = []
+        for source in sorted(found):
+            edges = found[source]
+            for target, kind in sorted(set(edges)) if len(edges) > 1 else edges:
+                listed.append(Edge(source, target, kind))
+        return tuple(listed)
+
+
 class _Sorted:
     """The events of an orchestration by agent and by type."""
 
@@ -68,14 +96,16 @@ class _Sorted:
 def build_edges(work: Inference) -> tuple[Edge, ...]:
     """Edges of ``work.events`` (sorted), sorted and without repeats."""
     events = _Sorted(work.events)
-    edges = {(one, two.id, "temporal") for one, two in events.next_of.items()}
+    edges = _Edges()
+    for one, two in events.next_of.items():
+        edges.add(one, two.id, "temporal")
     _decisions(work, events, edges)
     _results(work, events, edges)
     _flows(events, edges)
-    return tuple([Edge(*edge) for edge in sorted(with_logged_edges(work, edges))])
+    return edges.of(work)
 
 
-def _decisions(work: Inference, events: _Sorted, edges: set[tuple[str, str, str]]) -> None:
+def _decisions(work: Inference, events: _Sorted, edges: _Edges) -> None:
     decision_of: dict[tuple[str, str], str] = {}
     for event in events.of("orchestrator_decision"):
         if event.call_id and event.id not in work.told_decisions:
@@ -85,15 +115,16 @@ def _decisions(work: Inference, events: _Sorted, edges: set[tuple[str, str, str]
     if decided_by:
         for event in work.events:
             if event.type != "spawn" and (told := decided_by.get(event.id)):
-                edges.add((told, event.id, "causal"))
+                edges.add(told, event.id, "causal")
     for kind in ("delegate", "tool_call", "aggregate"):
         for event in events.of(kind):
             decision = decision_of.get((event.agent_id, event.call_id))
             if not decision or (decided_by and decided_by.get(event.id)):
                 continue
-            edges.add(
-                (event.id, decision, "causal") if kind == "aggregate" else (decision, event.id, "causal")
-            )
+            if kind == "aggregate":
+                edges.add(event.id, decision, "causal")
+            else:
+                edges.add(decision, event.id, "causal")
     for event in events.of("spawn"):
         told = decided_by.get(event.id)
         started = work.acts.act(work.operation_of_event.get(event.id, -1)) == "spawn"
@@ -101,10 +132,10 @@ def _decisions(work: Inference, events: _Sorted, edges: set[tuple[str, str, str]
         if cause is None and not started:
             cause = told or decision_of.get((event.agent_id, event.call_id))
         if cause:
-            edges.add((cause, event.id, "spawn"))
+            edges.add(cause, event.id, "spawn")
 
 
-def _results(work: Inference, events: _Sorted, edges: set[tuple[str, str, str]]) -> None:
+def _results(work: Inference, events: _Sorted, edges: _Edges) -> None:
     operation_of = work.operation_of_event
     calls = {operation_of[e.id]: e.id for e in events.of("tool_call") if e.id in operation_of}
     runs: dict[str, int] = {}
@@ -116,19 +147,19 @@ def _results(work: Inference, events: _Sorted, edges: set[tuple[str, str, str]])
     for event in events.of("aggregate"):
         for span in event.evidence:
             if span in by_span:
-                edges.add((by_span[span], event.id, "aggregate"))
+                edges.add(by_span[span], event.id, "aggregate")
                 used.add(by_span[span])
     for event in events.of("tool_result"):
         call = calls.get(operation_of.get(event.id, -1))
         if call:
-            edges.add((call, event.id, "return"))
+            edges.add(call, event.id, "return")
         if (following := events.next_of.get(event.id)) is not None:
-            edges.add((event.id, following.id, "tool_dependency"))
+            edges.add(event.id, following.id, "tool_dependency")
     for event in returns:
         if event.to_id and event.id not in used and (line := events.lines.get(event.to_id)) is not None:
             following = line.after(_as_received(work, runs, event))
             if following is not None:
-                edges.add((event.id, following.id, "return"))
+                edges.add(event.id, following.id, "return")
 
 
 def _as_received(work: Inference, runs: dict[str, int], event: OrchestrationEvent) -> OrchestrationEvent:
@@ -148,19 +179,19 @@ def _as_received(work: Inference, runs: dict[str, int], event: OrchestrationEven
     return event if one_clock(sent, back) else msgspec.structs.replace(event, t_ns=max(back.end_ns, 0))
 
 
-def _flows(events: _Sorted, edges: set[tuple[str, str, str]]) -> None:
+def _flows(events: _Sorted, edges: _Edges) -> None:
     lines = events.lines
     first: set[str] = set()
     for event in events.of("spawn"):
         if event.to_id and event.to_id not in first:
             first.add(event.to_id)
             if event.to_id in lines:
-                edges.add((event.id, lines[event.to_id].events[0].id, "causal"))
+                edges.add(event.id, lines[event.to_id].events[0].id, "causal")
     for event in events.of("message"):
         if event.to_id in lines:
             following = lines[event.to_id].after(event)
             if following is not None:
-                edges.add((event.id, following.id, "message"))
+                edges.add(event.id, following.id, "message")
     for event in events.of("safety_event"):
         if (following := events.next_of.get(event.id)) is not None:
-            edges.add((event.id, following.id, "safety_flow"))
+            edges.add(event.id, following.id, "safety_flow")

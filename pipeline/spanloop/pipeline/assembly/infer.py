@@ -41,6 +41,8 @@ _KIND_FRAMED = {kind: _FRAMED["event"] + _FRAMED[kind] for kind in RANK}
 """How the parts of an event's id begin."""
 _UNNAMED = _FRAMED[""]
 _NOBODY = _UNNAMED + _UNNAMED
+_SPAN_MARK = _FRAMED["." * 16][:-16]
+"""What stands before a span id of the usual length."""
 
 
 class Inference:
@@ -103,7 +105,9 @@ class Inference:
         to_id, other, two = parties[to] if to in parties else self._party(to, to_name)
         told = [_KIND_FRAMED[kind], one, two, framed[tool] if tool else _UNNAMED]
         for span in spans:
-            told.append(framed[span])
+            told.append(
+                _SPAN_MARK + span.encode() if len(span) == 16 and span.isascii() else _framed_once(span)
+            )
         event_id = bytes_hash(b"".join(told))[:20]
         if event_id in self._ids:  # two traces repeat each other's span ids
             self._ids[event_id] += 1
@@ -165,6 +169,11 @@ def infer_events(tree: Tree, calls: Calls, found: Delegations) -> Inference:
     lower_confidence(work)
     work.events.sort(key=lambda e: (e.t_ns, RANK[e.type], e.id))
     return work
+
+
+def _framed_once(span: str) -> bytes:
+    """An odd span id as a part of an event's id; of spans there are too many to keep what is framed."""
+    return Framed()[span]
 
 
 def _loop_turns(tree: Tree) -> dict[int, list[int]]:
