@@ -25,6 +25,8 @@ from spanloop.pipeline.credit.estimates import lessons
 from spanloop.pipeline.credit.estimators.c3 import log_credits
 from spanloop.pipeline.credit.estimators.groups import agent_wise, group_stats, rloo
 from spanloop.pipeline.credit.estimators.hindsight import anchor_advantages, hindsight_credit
+from spanloop.pipeline.credit.repeats import table_of
+from spanloop.pipeline.credit.value_model import ValueModel
 from spanloop.pipeline.credit.value_training import Example, ValueTrainer
 from spanloop.pipeline.signal import derive
 from spanloop.schemas.canonical import MICRO, digest
@@ -92,7 +94,7 @@ def content_of(name: str, rows: Rows, world: Relay, *, tokens: bool) -> Orchestr
     )  # fmt: skip
 
 
-def by_ledger(jobs: list[Rows], world: Relay, *, tokens: bool) -> list[float]:
+def by_ledger(jobs: list[Rows], world: Relay, *, tokens: bool, table: bool = False) -> list[float]:
     """Credit of each message in the ledger, with the value model that these orchestrations taught."""
     contents = [content_of(digest("job", i), rows, world, tokens=tokens) for i, rows in enumerate(jobs)]
     trainer = ValueTrainer.fresh(2048)
@@ -102,6 +104,9 @@ def by_ledger(jobs: list[Rows], world: Relay, *, tokens: bool) -> list[float]:
     ]
     for end in range(EVERY, len(examples) + 1, EVERY):
         trainer.update(examples[:end])
+    model = ValueModel.from_dict(trainer.model.to_dict())
+    if table:
+        model.table = table_of(([lesson.state for lesson in e.lessons], e.reward) for e in examples)
     found = []
     for content, rows in zip(contents, jobs, strict=True):
         outcome = FeedbackReceived(
@@ -113,7 +118,7 @@ def by_ledger(jobs: list[Rows], world: Relay, *, tokens: bool) -> list[float]:
             complete=True,
             settings=SETTINGS,
             version="value@v1-00000000",
-            model=trainer.model,
+            model=model,
         )
         assert signal.credit is not None
         unit = "token" if tokens else "message"
@@ -187,6 +192,7 @@ def main() -> None:
         truth = truths(jobs, world)
         found = {
             "ledger_tokens": by_ledger(jobs, world, tokens=True),
+            "ledger_tokens_table": by_ledger(jobs, world, tokens=True, table=True),
             "ledger_texts": by_ledger(jobs, world, tokens=False),
             **by_groups(jobs),
         }

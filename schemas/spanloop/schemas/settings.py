@@ -289,6 +289,8 @@ class Pipeline(_Section):
     a long stream. 0: always after value_every."""
     value_features: int = Field(2048, ge=16)
     """Distinct features that the value model tells apart; further ones share."""
+    value_table: bool = False
+    """V of a token state that repeats exactly is drawn to the mean outcome after it: C3 from logs (docs/credit.md)."""
     token_price: float = Field(0.0, ge=0)
     """What 1,000 tokens cost, units of reward: learned stopping weighs it against a better draft. A decision that tells ``cost`` among
     its state is taken at its word."""

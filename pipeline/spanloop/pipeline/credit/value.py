@@ -19,6 +19,7 @@ import msgspec
 
 from spanloop.pipeline.credit.cast import known_cast
 from spanloop.pipeline.credit.estimates import Lesson, lessons
+from spanloop.pipeline.credit.repeats import table_of
 from spanloop.pipeline.credit.states import Encoder
 from spanloop.pipeline.credit.value_model import ValueModel
 from spanloop.pipeline.credit.value_training import Example, ValueTrainer
@@ -333,6 +334,10 @@ class ValueStage:
         parameters = model.to_dict()
         if tenant.indicators:
             parameters["indicators"] = as_json(tenant.indicators)
+        if self._settings.value_table:
+            parameters["table"] = table_of(
+                ([lesson.state for lesson in item.lessons], item.reward) for item in tenant.memory.values()
+            )
         version = f"value@v{tenant.trainer.updates}-{content_hash(parameters)[:8]}"
         return [
             *self._decision_model(name, tenant, version),

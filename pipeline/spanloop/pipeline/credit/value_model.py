@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spanloop.pipeline.credit.progress import Bag
+from spanloop.pipeline.credit.repeats import Table, lookup, read_table
 from spanloop.pipeline.credit.states import Encoder
 from spanloop.pipeline.rewards.indicators import progress_in
 from spanloop.schemas.canonical import MICRO
@@ -79,6 +80,8 @@ class ValueModel:
         """How token states are read."""
         self.indicators: dict[str, float] = {}
         """How far reward schedules that go by a measured number had come when it was published."""
+        self.table: Table = {}
+        """Mean outcomes of states that repeated (``repeats``)."""
 
     @staticmethod
     def fresh(
@@ -139,6 +142,8 @@ class ValueModel:
             bags[: len(block)] = np.add.reduceat(flat[index], starts, axis=0)
             values = _forward(bags, k, h, (b1, w2, b2, w3, b3)).mean(axis=0)
             out[start : start + len(block)] = values[: len(block)]
+        if self.table:
+            out = np.array([lookup(self.table, s, v) for s, v in zip(features, out.tolist(), strict=True)])
         return np.clip(out, -VALUE_LIMIT, VALUE_LIMIT)
 
     def predict_micro(self, features: Sequence[Sequence[int]]) -> list[int]:
@@ -184,6 +189,7 @@ class ValueModel:
             raise SchemaError(f"a value model's weights have shapes {[w.shape for w in weights]}")
         model = ValueModel(rows, rows_max, weights, encoder)
         model.indicators = progress_in(data)
+        model.table = read_table(data)
         return model
 
 

@@ -1,4 +1,4 @@
-"""Two log-only estimators that are not offered by name: none has yet won a benchmark here (METHODS 3.1 d, j).
+"""Two log-only estimators that are not offered by name: neither wins ``benchmarks/credit_plugins.py`` (METHODS 3.1 d, j).
 
 Return-conditional hindsight credit (HCA 1912.02503) and anchor-state grouping (GiGPO 2505.10978).
 """
