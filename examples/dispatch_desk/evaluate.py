@@ -18,6 +18,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,8 @@ FIRST_SEED = 10**9
 """Seeds of evaluation tickets begin here: no client's ticket has one."""
 PLACES = 1024
 """Boards in one forward pass."""
+QUERIES_MAX = 100_000
+"""Decisions that a process keeps: all versions meet the same."""
 
 Floats = NDArray[np.float64]
 Word = Mapping[tuple[tuple[str, ...], tuple[str, ...]], Floats]
@@ -102,6 +105,7 @@ class Player:
             self._known[query.board, query.prefix] = behaviour(open_words, exploration=self._exploration)
 
 
+@lru_cache(maxsize=QUERIES_MAX)
 def decision_of(query: game.Query) -> tuple[DecisionIds, list[int]]:
     """A query as the decision that the desk asks for, and the place of each of its options among the allowed words."""
     from spanloop.learner.decision_features import DecisionRequest, MenuItem, decision_ids

@@ -3,7 +3,7 @@
 Place: agents' requests come in here, go to serving (or another upstream) over HTTP, and reach the log as GenAI spans, by way of a
 spool on disk. It follows the ``policies`` topic for routing. Invariants: a client never waits for the log, and is answered while it
 is away; a request for the policy alias is served by the version that ``routing`` chooses, other models pass through unchanged; what
-a client did not ask for is not in its answer; only OpenAI's routes are exposed, none of serving's control routes.
+a client did not ask for is not in its answer; only OpenAI's routes and /v1/decide are exposed, none of serving's control routes.
 Run: ``python -m spanloop.collectors.gateway [--config TOML]``.
 """
 

@@ -16,6 +16,8 @@ __all__ = ["demo"]
 MINUTES = 5.8
 DECISIONS_MINUTES = 3.9
 CONCURRENCY = 32
+TICKETS = 5_000
+DECISIONS_TICKETS = 2_000
 DECISIONS_CONCURRENCY = 8
 """Its clients are so light that more would outrun the pipeline."""
 
@@ -51,9 +53,8 @@ DECISIONS_CONCURRENCY = 8
 @click.option(
     "--tickets",
     type=click.IntRange(min=100),
-    default=5_000,
-    show_default=True,
-    help="Fresh tickets on which each version is evaluated.",
+    default=None,
+    help="Fresh tickets on which each version is evaluated.  [default: 5000, with --decisions 2000]",
 )
 def demo(
     *,
@@ -64,7 +65,7 @@ def demo(
     no_inject: bool,
     plain: bool,
     concurrency: int | None,
-    tickets: int,
+    tickets: int | None,
 ) -> None:
     """Run the whole loop on this machine and watch the policy improve.
 
@@ -88,7 +89,7 @@ def demo(
         decisions=decisions,
         plain=plain,
         concurrency=concurrency or (DECISIONS_CONCURRENCY if decisions else CONCURRENCY),
-        tickets=tickets,
+        tickets=tickets or (DECISIONS_TICKETS if decisions else TICKETS),
     )
     try:
         results = run_demo(options)
