@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-decisions demo-seeds stack test test-full lint bench fuzz controls soak vllm-env lock clean
+.PHONY: help demo demo-decisions demo-seeds stack test test-full lint bench fuzz kills controls soak vllm-env lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
@@ -58,6 +58,9 @@ bench: $(READY) ## Run benchmarks/*.py and rewrite benchmarks/results/*.json
 
 fuzz: $(READY) ## A million corrupted OTLP requests: no crash, no hang, no valid neighbour lost (about 15 minutes; benchmarks/results/fuzz.json)
 	@$(BIN)/python benchmarks/fuzz.py
+
+kills: $(READY) ## kill -9 of the learner at a hundred random points: same weights, each sample once (benchmarks/results/learner_kills.json)
+	@SPANLOOP_KILLS=100 SPANLOOP_RESULTS=benchmarks/results/learner_kills.json $(BIN)/python -m pytest -q tests/full/test_learner_kills.py
 
 controls: $(READY) ## Shuffled credit and withheld feedback: nothing may be learned (about 15 minutes)
 	@$(BIN)/python benchmarks/controls.py

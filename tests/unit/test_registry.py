@@ -123,6 +123,29 @@ def test_mlflow_holds_what_we_said(mlflow_home: Path, tmp_path: Path) -> None:
     assert stat.S_IMODE(database.stat().st_mode) == 0o600
 
 
+def test_a_store_whose_making_was_killed_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow cannot open a database whose first migrations were cut off: it is never seen under its name."""
+    from alembic import command
+
+    class Killed(BaseException):
+        pass
+
+    def cut_off(config: object, revision: str) -> None:
+        raise Killed
+
+    monkeypatch.setattr(command, "upgrade", cut_off)
+    uri = tracking_uri("", tmp_path)
+    with pytest.raises(Killed):
+        MlflowRegistry(uri, "p", tmp_path).pointed("champion")
+    assert not (tmp_path / "mlflow" / "mlflow.db").exists()
+    monkeypatch.undo()
+    assert MlflowRegistry(uri, "p", tmp_path).pointed("champion") == -1
+    assert [p.name for p in (tmp_path / "mlflow").iterdir() if p.is_file()] == ["mlflow.db"]
+    assert stat.S_IMODE((tmp_path / "mlflow" / "mlflow.db").stat().st_mode) == 0o600
+
+
 def test_another_session_knows_the_versions(mlflow_home: Path, tmp_path: Path) -> None:
     uri = tracking_uri("", mlflow_home)
     first = MlflowRegistry(uri, "again", mlflow_home).register(

@@ -10,9 +10,11 @@ artifact folder; with a server it is a copy in the run's artifacts. Costs about 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from spanloop.learner.artifact import Origin
 from spanloop.learner.curves import curves
+from spanloop.learner.durable import sync_folder
 from spanloop.schemas import topics
 from spanloop.schemas.canonical import canonical_json
 from spanloop.schemas.errors import SpanloopError, TransientError
@@ -229,7 +232,8 @@ class MlflowRegistry:
         if self._uri.startswith("sqlite:///"):
             file = Path(self._uri.removeprefix("sqlite:///"))
             file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            file.touch(mode=0o600, exist_ok=True)
+            if not file.exists() or not file.stat().st_size:
+                _make_store(file, self._workspace.resolve() / "mlflow" / "artifacts")
         client = MlflowClient(tracking_uri=self._uri, registry_uri=self._uri)
         experiment = client.get_experiment_by_name(self._model)
         if experiment is None:
@@ -280,6 +284,23 @@ class MlflowRegistry:
                 f"cannot {doing}: MLflow at {self._shown} answers {type(exc).__name__}: {first[:200]}; training waits and tries again. Check learner.tracking_uri or "
                 "MLFLOW_TRACKING_URI"
             ) from exc
+
+
+def _make_store(file: Path, artifacts: Path) -> None:
+    """MLflow's database with its tables, there whole or not at all: killed among its migrations, MLflow never opens it again."""
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    for leftover in file.parent.glob(f".building-{file.name}-*"):
+        leftover.unlink(missing_ok=True)
+    building = file.with_name(f".building-{file.name}-{secrets.token_hex(4)}")
+    building.touch(mode=0o600)
+    SqlAlchemyStore(f"sqlite:///{building}", artifacts.as_uri()).engine.dispose()
+    if file.exists() and not file.stat().st_size:
+        file.unlink()
+    with contextlib.suppress(FileExistsError):  # another process was quicker
+        os.link(building, file)
+    building.unlink()
+    sync_folder(file.parent)
 
 
 def _described(version: int, origin: Origin) -> str:
