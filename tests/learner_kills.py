@@ -1,7 +1,7 @@
 """The learner's process killed with SIGKILL at random points of its work, and the same log learned undisturbed.
 
-A point is drawn among what the interpreter does with the outside (audit events: files opened, renamed, removed, processes, ...),
-and up to 50 ms behind it, so that computing is hit too; what is hit does not depend on how fast the machine is.
+A point is drawn among what the interpreter does in the workspace (audit events: files opened, renamed, removed, folders made), and
+up to 50 ms behind it, so that computing and the log's appends are hit too; what is hit hardly depends on how fast the machine is.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from spanloop.schemas.events import BatchCommitted, SamplesBuilt, decode
 
 SECTION: dict[str, Any] = {"gate": False, "max_staleness": 10**6, "epochs": 1}
 BATCH = 16
-POINTS_MAX = 3000
+POINTS_MAX = 150
+"""About what a learner does in six batches."""
 
 
 def learn(workspace: Path, die_at: int, delay_s: float) -> None:
@@ -54,20 +55,22 @@ def learn(workspace: Path, die_at: int, delay_s: float) -> None:
             clock=SystemClock(),
         )  # fmt: skip
         if die_at:
-            _arm(die_at, delay_s)
+            _arm(str(workspace), die_at, delay_s)
         made.start()
         run(made, threading.Event(), ready=lambda: None)
 
 
-def _arm(die_at: int, delay_s: float) -> None:
+def _arm(workspace: str, die_at: int, delay_s: float) -> None:
     seen = 0
 
     def die() -> None:
         time.sleep(delay_s)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def hook(_event: str, _arguments: object) -> None:
+    def hook(_event: str, arguments: tuple[object, ...]) -> None:
         nonlocal seen
+        if not arguments or not str(arguments[0]).startswith(workspace):
+            return
         seen += 1
         if seen != die_at:
             return
@@ -162,7 +165,7 @@ class Killing:
             v: c.sha256 for v, c in calm_state.versions.items()
         }
         taught = Counter(
-            lesson.orchestration_id
+            f"{lesson.orchestration_id}@{lesson.revision}"
             for batch in provenance(self.log, CONFIG, max(state.versions)).batches
             for lesson in batch.lessons
         )
@@ -195,7 +198,7 @@ def _undisturbed(
         pass
     state = made.promoter.state
     taught = {
-        lesson.orchestration_id
+        f"{lesson.orchestration_id}@{lesson.revision}"
         for batch in provenance(log, CONFIG, max(state.versions)).batches
         for lesson in batch.lessons
     }

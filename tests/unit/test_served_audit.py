@@ -170,6 +170,18 @@ def test_a_server_away_is_no_mismatch(place: Place) -> None:
     assert read_audit(place.workspace)[place.made.promoter.state.champion].fits
 
 
+def test_a_registry_that_lost_everything_is_told_again(place: Place) -> None:
+    champion = place.made.promoter.state.champion
+    place.registry.versions.clear()
+    place.registry.aliases.clear()
+    place.later()
+    assert place.registry.aliases["champion"] == champion
+    assert (
+        place.registry.versions[champion]["tags"]["spanloop.sha256"]
+        == place.made.promoter.state.versions[champion].sha256
+    )
+
+
 def test_audits_can_be_switched_off(tmp_path: Path) -> None:
     with_none = SqliteLog(tmp_path / "spanloop.db")
     clock = ManualClock(10**18)

@@ -540,6 +540,20 @@ class Promoter:
             named = {self.state.routing.champion, self.state.routing.learner, self.state.routing.canary}
             self.deployment.drain(named, self._clock.now_ns() / 1e9)
 
+    def _register_again(self, version: int) -> None:
+        """A version that MLflow does not know any more (its store was lost) from what the log says; nothing where it does."""
+        candidate = self.state.versions.get(version)
+        if candidate is None:
+            return
+        tags = {
+            "spanloop.parent": str(candidate.parent),
+            "spanloop.batch": str(candidate.batch),
+            "spanloop.sha256": candidate.sha256,
+            "spanloop.orchestrations": str(candidate.orchestrations),
+            "spanloop.tenant": self._names["tenant"],
+        }
+        self._registry.register(version, self.folder(version), tags=tags, metrics=candidate.metrics)
+
     def mirror(self) -> None:
         """Point MLflow's aliases at what the log says, the champion's first. Raises TransientError.
 
@@ -554,6 +568,7 @@ class Promoter:
             if alias not in self._aliases:
                 self._aliases[alias] = self._registry.pointed(alias)
             if self._aliases[alias] != version and (version >= 0 or alias != CHAMPION):
+                self._register_again(version)
                 self._registry.point(alias, version, epoch=self.state.epoch)
                 self._aliases[alias] = version
 
