@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,9 @@ class HookedRegistry:
     def pointed(self, alias: str) -> int:
         self._hook.look()
         return self._registry.pointed(alias)
+
+    def measure(self, metrics: Mapping[str, float], *, step: int) -> None:
+        self._registry.measure(metrics, step=step)
 
 
 class HookedServing:

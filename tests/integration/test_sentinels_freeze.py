@@ -7,9 +7,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from learner_world import World, append, learner
+from learner_world import CONFIG, World, append, learner
 
 from spanloop.learner.history import read_policies
+from spanloop.learner.policy import PolicyNet
 from spanloop.learner.sentinels.signals import SIGNALS
 from spanloop.learner.trainer import Learner
 from spanloop.pipeline.log.sqlite import SqliteLog
@@ -35,6 +36,7 @@ from spanloop.schemas.orchestration import (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 WINDOW = 20
+FIRST = PolicyNet.initial(CONFIG, 0)
 PROMPT, ANSWER = tuple(range(20)), tuple(range(100, 112))
 
 
@@ -97,7 +99,7 @@ def record(log: SqliteLog, content: OrchestrationContent, judge: float) -> None:
 
 def work(made: Learner, log: SqliteLog, world: World, rounds: int = 2) -> None:
     for _ in range(rounds):
-        append(log, [world.play(made.promoter.net(0), 0) for _ in range(20)])
+        append(log, [world.play(FIRST, 0) for _ in range(20)])
         made.step()
 
 
