@@ -7,7 +7,7 @@ measured at. Direct and proxied rounds alternate, each first as often as second,
 of the calls of all rounds together (``pooled``), and the median of the rounds' own (``median``), which one bad second of the host does
 not decide. While the log is away (another process keeps its write turn) calls collect on the spool; they are moved before the next
 round; in the end every call must be on the log, once.
-Run: .venv/bin/python benchmarks/gateway.py [--seconds 3.5] [--rounds 7]
+Run: .venv/bin/python benchmarks/gateway.py [--seconds 3] [--rounds 7]
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ async def measure(
 def main() -> None:
     """Run both processes over a temporary workspace."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=3.5, help="of each round")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each round")
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
