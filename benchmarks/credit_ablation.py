@@ -18,6 +18,7 @@ Run: .venv/bin/python benchmarks/credit_ablation.py [--world desk] [--resume]
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -550,6 +551,7 @@ def work(key: tuple[str, str, Config, int]) -> dict[str, Any]:
     """One run, until the highest level or the budget."""
     name, arm, config, seed = key
     torch.set_num_threads(1)
+    gc.set_threshold(100_000, 50, 100)
     started = time.process_time()
     run = Run(world_of(name), arm, config, seed)
     curve: list[tuple[int, float]] = [(0, run.measure())]
