@@ -659,6 +659,42 @@ class Ledger:
         print(f"{run['world']} {run['arm']} {run['config']} seed {run['seed']}: {run['needed']}, best {run['best']}, {run['cpu_s']} s", flush=True)  # fmt: skip
 
 
+def table(figures: dict[str, Any], ledger: Ledger) -> str:
+    """The result as in docs/credit_ablation.md."""
+    lines: list[str] = []
+    for name, found in figures.items():
+        lines += [
+            "",
+            f"*{name}*",
+            "",
+            "| arm | f = .5 | ratio | f = .8 | ratio | f = .9 | ratio |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for arm, label in found["chosen"].items():
+            runs = [
+                r
+                for r in ledger.runs
+                if (r["world"], r["arm"], r["config"]) == (name, arm, label) and r["seed"] in SEEDS
+            ]
+            cells = [f"{arm}"]
+            for level in (f"{x:g}" for x in LEVELS):
+                cells.append(
+                    ", ".join(str(r["needed"][level] or "–") for r in sorted(runs, key=lambda r: r["seed"]))
+                )
+                ratio = found["against_team"].get(arm, {}).get(level)
+                cells.append("" if ratio is None else _said(ratio))
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _said(ratio: dict[str, Any]) -> str:
+    if ratio["ours_censored"]:
+        return f"no claim: {ratio['ours_censored']} of ours censored"
+    (low, high), (least, most) = ratio["bootstrap"], ratio["student"]
+    most_ = "at most " if ratio["at_most"] else ""
+    return f"{most_}{ratio['ratio']:.2f}, {low:.2f}–{high:.2f} / {least:.2f}–{most:.2f}{', better' if ratio['better'] else ''}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -710,6 +746,7 @@ def main() -> None:
             "best_f": {arm: [run["best"] for run in runs] for arm, runs in fresh.items()},
         }  # fmt: skip
     if figures:
+        print(table(figures, ledger))
         write(
             "credit_ablation",
             f".venv/bin/python {' '.join(['benchmarks/credit_ablation.py', *sys.argv[1:]])}",

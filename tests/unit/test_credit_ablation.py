@@ -214,3 +214,19 @@ def test_censored_runs_count_as_the_budget_and_bound_nothing_they_should_not():
 def test_what_is_left_of_raw_states_is_remembered():
     encoder = ablation._Remembering((), ())
     assert encoder((7, 3, 7), (3,)) == RAW((7, 3, 7), (3,)) == encoder((7, 3, 7), (3,))
+
+
+def test_the_table_says_what_is_claimed(tmp_path: Path):
+    def run(arm: str, seed: int, half: int, most: int | None) -> dict:
+        needed = {"0.5": half + seed, "0.8": most, "0.9": None}
+        return {"world": "desk", "arm": arm, "config": arm, "seed": seed, "needed": needed}
+
+    ours = [run("all_action", s, 500, 2_000) for s in (1, 2, 3)]
+    team = [run("team", s, 2_000, None) for s in (1, 2, 3)]
+    ledger = ablation.Ledger(tmp_path / "runs", resume=True)
+    ledger.runs = [*ours, *team]
+    found = {"chosen": {"team": "team", "all_action": "all_action"}, "against_team": {"all_action": ablation.compare(ours, team, 8_000)}}  # fmt: skip
+    row = ablation.table({"desk": found}, ledger).splitlines()[-1].split(" | ")
+    assert row[1:3] == ["501, 502, 503", "0.25, 0.25–0.25 / 0.25–0.25, better"]
+    assert row[3:5] == ["2000, 2000, 2000", "at most 0.25, 0.25–0.25 / 0.25–0.25, better"]
+    assert row[6].startswith("no claim: 3 of ours censored")
