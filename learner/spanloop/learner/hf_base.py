@@ -70,6 +70,23 @@ class Base:
         self.packs = self._packs()
         """Whether rows that share a prefix can go through as a tree (``packing``)."""
 
+    def shard(self) -> int:
+        """Shard the decoder's layers over the ranks of the default process group (FSDP2); places for LoRA tensors, embeddings and
+        head stay whole. Returns how many numbers of the sharded layers this rank holds.
+
+        From now on every rank has to make the same forward and backward passes."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        whole = {slot.weight for slot in self._slots.values()}
+        mesh = init_device_mesh(self.device.type, (torch.distributed.get_world_size(),))
+        held = 0
+        for layer in self._decoder.layers:
+            fully_shard(layer, mesh=mesh, ignored_params=whole)
+            own = [p for p in layer.parameters() if p not in whole]
+            held += sum(p.to_local().numel() for p in own)
+        return held
+
     def bind(self, tensors: Mapping[str, nn.Parameter]) -> None:
         """Compute with these tensors from now on. A backward pass has to come before the next bind."""
         for name, slot in self._slots.items():
@@ -256,5 +273,5 @@ def base_of_settings(settings: Learner) -> Base:
     if config not in _BASES:
         if settings.device != "cpu" and not torch.cuda.is_available():
             raise ConfigError(f"learner.device = {settings.device!r}, but torch sees no GPU here; use cpu")
-        _BASES[config] = Base(model, config, settings.device)
+        _BASES[config] = Base(model, config, settings.device if settings.ranks == 1 else "cpu")
     return _BASES[config]

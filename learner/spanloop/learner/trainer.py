@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from spanloop.learner.sentinels.watch import Watch
 from spanloop.learner.serving.port import ServingPort
 from spanloop.learner.signing import trust_of
 from spanloop.learner.tokenizer import Tokenizer
-from spanloop.learner.training import Training
+from spanloop.learner.training import Teach, Training
 from spanloop.learner.update import hyper_of, initialise_torch
 from spanloop.pipeline.ports import Clock, Log
 from spanloop.schemas import topics
@@ -111,6 +112,16 @@ def _initial_decisions(settings: Settings, folder: Path) -> tuple[Any, Tokenizer
     return config, None, load_artifact(folder, trust=trust).net
 
 
+def _teach(settings: Settings) -> Teach | None:
+    """How batches are trained: on the ranks that settings ask for; None: in this process."""
+    section = settings.learner
+    if section.ranks == 1 or not section.model:
+        return None
+    from spanloop.learner.ranks import train_on_ranks
+
+    return partial(train_on_ranks, device=section.device, ranks=section.ranks)
+
+
 class Learner:
     """All of the process but its loop: ``step`` does what can be done now.
 
@@ -137,7 +148,7 @@ class Learner:
         self.promoter = Promoter(
             settings, log=log, registry=registry, serving=serving, clock=clock, tokenizer=tokenizer
         )
-        self.training = Training(config, net, settings.workspace / "checkpoints")
+        self.training = Training(config, net, settings.workspace / "checkpoints", teach=_teach(settings))
         self.evaluation = Evaluation(
             settings.learner,
             exploration=settings.serving.exploration,

@@ -11,7 +11,7 @@ orchestration is in at most one batch; samples of an open window are never half-
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -32,6 +32,7 @@ from spanloop.schemas.events import BatchCommitted, SamplesBuilt
 __all__ = [
     "Fetch",
     "Selection",
+    "Teach",
     "Training",
     "hyper_of_batch",
     "open_window",
@@ -42,6 +43,8 @@ __all__ = [
 
 Fetch = Callable[[int], SamplesBuilt | None]
 """Reads the samples at an offset."""
+Teach = Callable[[Updater, Sequence[Rollout], Hyper, int], dict[str, float]]
+"""Trains an updater on a batch; returns metrics."""
 LEDGER_BATCHES_MIN = 8
 """Batches that the sample ledger remembers at least; with a staleness bound of eta it remembers eta + 2: a revision
 that arrives later is stale, because its rows were acted before the batch that used it."""
@@ -157,13 +160,17 @@ class Training:
         config: Shape of the policy.
         initial: The first policy's network.
         folder: Where checkpoints go; None: nowhere (replays, experiments).
+        teach: Trains a batch in place of ``Updater.train``, on several devices; None: here.
     """
 
-    def __init__(self, config: Shape, initial: Policy, folder: Path | None) -> None:
+    def __init__(
+        self, config: Shape, initial: Policy, folder: Path | None, *, teach: Teach | None = None
+    ) -> None:
         self.config = config
         self.updater = Updater(initial)
         self.state = LearnerState(batch=0, to_offset=-1)
         self._folder = folder
+        self._teach = teach or Updater.train
         self._window: Window | None = None
         self._boundary = -1
 
@@ -244,7 +251,7 @@ class Training:
         )
         rollouts, window = chosen.rollouts, chosen.window
         fresh = sum(not r.corrects for r in rollouts)
-        metrics = self.updater.train(rollouts, hyper, committed.batch) if rollouts else {}
+        metrics = self._teach(self.updater, rollouts, hyper, committed.batch) if rollouts else {}
         metrics |= {
             "orchestrations": float(fresh),
             "corrections": float(len(rollouts) - fresh),

@@ -416,6 +416,9 @@ class Learner(_Section):
     """Type of the base model's weights in the learner; the adapter is float32."""
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     """Where the model is trained. A replay gives the same bits on the cpu only."""
+    ranks: int = Field(1, ge=1, le=64)
+    """Processes that train the model together, one a GPU with device = "cuda": torchrun starts them for each batch, and the base
+    model is sharded over them (FSDP2). The learner itself then keeps the base on the CPU, for the gate and probes."""
     max_length: int = Field(1024, ge=16)
     """Longest prompt + response of the model in tokens; rows of longer ones are dropped and counted."""
     microbatch_tokens: int = Field(8192, ge=16)
