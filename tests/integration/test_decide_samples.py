@@ -50,6 +50,7 @@ def liked(content: OrchestrationContent, option: str):
 
 
 async def test_a_session_over_plain_http_becomes_one_training_row_a_decision(tmp_path):
+    got = {}
     async with deciding(tmp_path) as at:
         for n in range(3):
             body = {**ASKED, "state": {"round": n}}
