@@ -407,6 +407,63 @@ def unfreeze(context: click.Context, reason: str, wait: float) -> None:
     _ask(context.obj, "unfreeze", "", reason, wait)
 
 
+@policies.command()
+@click.option(
+    "--without",
+    "sources",
+    multiple=True,
+    required=True,
+    help="orchestration=ID, harness=NAME or group=NAME; repeatable.",
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Folder for the new version; it must not be there."
+)
+@_also_after_the_verb
+@click.pass_context
+def retrain(context: click.Context, sources: tuple[str, ...], out: Path | None) -> None:
+    """Say which versions a source taught, and with --out train again without it.
+
+    The folder is signed; `spanloop policies inject FOLDER` makes it a candidate.
+
+    \b
+    spanloop policies retrain --without orchestration=4be1...
+    spanloop policies retrain --without harness=old-desk --out clean
+    """
+    from spanloop.learner.artifact import Origin, code_version
+    from spanloop.learner.model import save_artifact
+    from spanloop.learner.retraining import retrain as train_again
+    from spanloop.learner.retraining import taught_by_source
+    from spanloop.learner.signing import open_signer
+    from spanloop.learner.trainer import initial_policy
+    from spanloop.learner.update import initialise_torch
+
+    place: _Place = context.obj
+    settings = place.settings
+    initialise_torch(settings.learner.threads, deterministic=settings.learner.deterministic)
+    with _open(settings) as log:
+        taught = taught_by_source(log, settings, sources)
+        sha256 = ""
+        if out is not None:
+            net, training = train_again(log, settings, sources)
+            about = Origin(
+                batch=training.state.batch, to_offset=training.state.to_offset, code=code_version(),
+                injected=f"retrained without {', '.join(sources)}",
+            )  # fmt: skip
+            _, tokenizer, _ = initial_policy(settings)
+            sha256 = save_artifact(
+                out, net, tokenizer, about=msgspec.to_builtins(about), signer=open_signer(settings.workspace)
+            )
+    if place.as_json:
+        _print_json({"orchestrations": taught.orchestrations, "versions": taught.versions, "sha256": sha256})
+        return
+    names = ", ".join(policy_name(settings.gateway.policy, v) for v in taught.versions)
+    click.echo(f"{len(taught.orchestrations)} orchestrations trained on; they taught {names or 'no version'}")
+    if out is not None:
+        click.echo(
+            f"trained again without them: {out} (sha256 {sha256[:12]}); spanloop policies inject {out}"
+        )
+
+
 def _ask(place: _Place, kind: str, argument: str, reason: str, wait: float) -> None:
     """Append the request, unless it waits there already, and wait for the learner's answer."""
     settings = place.settings
