@@ -21,6 +21,11 @@ def test_the_short_way_finds_what_the_long_way_finds():
     assert verbs._own_verbs() == own
 
 
+def test_the_readme_names_them_all():
+    text = (Path(__file__).parents[2] / "README.md").read_text().partition("## Verbs")[2]
+    assert set(text.split("`")[1].split()) == set(verbs._own_verbs())
+
+
 def test_without_an_installation_there_is_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "missing")])
     assert verbs._own_verbs() == {}

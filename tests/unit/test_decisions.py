@@ -15,6 +15,7 @@ from spanloop.collectors import sdk
 from spanloop.pipeline.clock import ManualClock
 from spanloop.pipeline.credit.cli import explain
 from spanloop.pipeline.credit.value import ValueStage
+from spanloop.pipeline.decisions.cli import _row
 from spanloop.pipeline.decisions.explain import explain_decisions
 from spanloop.pipeline.decisions.learner import DecisionModel
 from spanloop.pipeline.decisions.objects import decisions_of
@@ -161,6 +162,9 @@ def test_the_command_prints_a_table_and_json(tmp_path):
     )
     found = json.loads(run.output)
     assert {item["code"] for item in found["decisions"]} == {"O5"}
+    run = CliRunner().invoke(explain, ["decisions", ids[-1], "--workspace", str(tmp_path), "--kind", "O9"])
+    assert run.exit_code == 2
+    assert "'O9' is none: give O1, O2, O3, O4, O5, aggregate, delegate" in run.output
     with pytest.raises(SchemaError, match="no orchestration"):
         explain_decisions(MemoryLog(ManualClock(T0)), "zz")
 
@@ -210,6 +214,17 @@ def test_token_menus_are_one_menu_of_ways_to_go():
     assert (went_on.state["spent_tokens"], went_on.state["open_subtasks"]) == (6.0, 1.0)
     assert (stop.chosen, stop.menu, stop.status) == ("stop", "implied", "unidentified")
     assert "does not tell" in stop.reason
+
+
+@pytest.mark.parametrize("chosen", range(7))
+def test_the_choice_is_shown_of_a_menu_of_any_length(chosen):
+    content, row = gateway_content()
+    found = decisions_of(content, nodes=[], samples=[row], words=[])[0]
+    menu = tuple(msgspec.structs.replace(found.options[0], name=f"option{n}") for n in range(7))
+    shown = _row(msgspec.structs.replace(found, options=menu, chosen=f"option{chosen}"), 0)[3]
+    assert f"*option{chosen} " in shown
+    assert shown.count("option") == 4
+    assert shown.endswith(", +3")
 
 
 def test_an_option_that_was_nearly_impossible_leaves_the_effect_unidentified():

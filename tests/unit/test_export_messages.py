@@ -115,6 +115,7 @@ def test_every_convention_tells_the_same(attributes: dict[str, Any]) -> None:
         ({"gen_ai.input.messages": '[{"role": "us', "gen_ai.output.messages": "[]"}, "unreadable"),
         (genai(PARTS, [{**ANSWER, "finish_reason": "stop"}, {**ANSWER, "finish_reason": "stop"}]), "several_answers"),
         (genai(PARTS, []), "no_text"),
+        (genai([{"role": "user", "parts": [{"type": "text"}]}], [{"role": "assistant", "parts": [{"type": "text"}]}]), "no_text"),
         (genai(PARTS) | {"spanloop.truncated": True}, "truncated"),
         ({k: v for k, v in FLAT.items() if not k.startswith("llm.input_messages.1.")}, "truncated"),
     ],

@@ -14,6 +14,7 @@ from learner_world import CONFIG, WORDS, World, drive, learner
 from spanloop.learner.cli import policies, provenance
 from spanloop.learner.history import read_policies
 from spanloop.learner.policy import PolicyNet, save_artifact
+from spanloop.learner.provenance import lessons_of
 from spanloop.learner.tokenizer import Tokenizer
 from spanloop.learner.trainer import Learner
 from spanloop.pipeline.log.sqlite import SqliteLog
@@ -92,10 +93,23 @@ def test_provenance_both_ways(made: Learner) -> None:
         "versions": list(range(2, version + 1)),
     }
     assert "no batch was trained on" in ask(made, "--orchestration", "nobody", verb=provenance).output
+    common = lesson["orchestration_id"][:-4]
+    assert "is ambiguous" in str(ask(made, "--orchestration", common, verb=provenance).exception)
     shown = ask(made, "policy@v1", verb=provenance).output
     assert "1 batches" in shown
     assert lesson["orchestration_id"] not in shown
     assert ask(made, verb=provenance).exit_code == 2
+
+
+def test_the_beginning_of_an_id_is_enough(made: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = SqliteLog(made.settings.workspace / "spanloop.db")
+    lessons = lessons_of(log, CONFIG, tenant="default", policy="policy")
+    log.close()
+    one = [(committed, rollouts[:1], dropped) for committed, rollouts, dropped in lessons[:1]]
+    monkeypatch.setattr("spanloop.learner.provenance.lessons_of", lambda *_, **__: one)
+    name = one[0][1][0].orchestration_id
+    shown = ask(made, "--orchestration", name[:3], verb=provenance).output
+    assert shown.startswith(f"{name} was in batch 1; it taught policy@v1")
 
 
 def test_freeze_inject_rollback_unfreeze(made: Learner, tmp_path: Path) -> None:

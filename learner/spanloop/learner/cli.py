@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from spanloop.pipeline.finite import FiniteRange
 from spanloop.pipeline.ports import Log, new_record
 from spanloop.pipeline.screen import json_shown
 from spanloop.schemas.canonical import unmicro
@@ -49,7 +50,7 @@ _JSON_OPTION = partial(click.option, "--json", "as_json", is_flag=True, help="On
 _CONFIG, _WORKSPACE, _JSON = _CONFIG_OPTION(), _WORKSPACE_OPTION(), _JSON_OPTION()
 _WAIT = click.option(
     "--wait",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=10.0,
     show_default=True,
     help="Seconds to wait for the learner's answer.",
@@ -539,7 +540,11 @@ def _answer(log: Log, command: PolicyCommand, after: int, wait: float) -> Policy
 
 @click.command()
 @click.argument("version", required=False)
-@click.option("--orchestration", default="", help="The other way: which versions this orchestration taught.")
+@click.option(
+    "--orchestration",
+    default="",
+    help="The other way: which versions it taught; the beginning of an id is enough.",
+)
 @click.option(
     "--limit",
     type=click.IntRange(min=0),
@@ -580,7 +585,7 @@ def _show_taught(log: Log, place: _Place, orchestration: str) -> None:
 
     settings = place.settings
     config = policy_config(settings.workspace, _state(log, settings))
-    batch, versions = taught_by(
+    orchestration, batch, versions = taught_by(
         log, config, orchestration, tenant=settings.tenant, policy=settings.gateway.policy
     )
     if place.as_json:

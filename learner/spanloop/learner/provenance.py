@@ -137,16 +137,31 @@ def provenance(
 
 
 def taught_by(
-    log: Log, config: Shape, orchestration_id: str, *, tenant: str = "default", policy: str = "policy"
-) -> tuple[int, tuple[int, ...]]:
-    """(batch, versions) that an orchestration taught: the batch's own version and all that descend from it; batch -1
-    when no batch used it."""
+    log: Log, config: Shape, prefix: str, *, tenant: str = "default", policy: str = "policy"
+) -> tuple[str, int, tuple[int, ...]]:
+    """(id, batch, versions) that the orchestration whose id begins with ``prefix`` taught: the batch's own version and all
+    that descend from it. Batch -1 and the prefix itself when no batch used such a one.
+
+    Raises:
+        SchemaError: batches used several that begin with it.
+    """
     state = fold(read_policies(log, tenant, policy))
+    batches: dict[str, int] = {}
     for committed, rollouts, _ in lessons_of(log, config, tenant=tenant, policy=policy):
-        if any(r.orchestration_id == orchestration_id for r in rollouts):
-            own = (v for v, c in state.versions.items() if not c.injected and c.batch >= committed.batch)
-            return committed.batch, tuple(sorted(own))
-    return -1, ()
+        for rollout in rollouts:
+            if rollout.orchestration_id.startswith(prefix):
+                batches.setdefault(rollout.orchestration_id, committed.batch)
+    found = [prefix] if prefix in batches else sorted(batches)
+    if len(found) > 1:
+        raise SchemaError(
+            f"{prefix!r} is ambiguous: batches were trained on {len(found)} orchestrations whose ids begin with it "
+            f"({', '.join(found[:3])}, ...); give more of the id"
+        )
+    if not found:
+        return prefix, -1, ()
+    batch = batches[found[0]]
+    own = (v for v, c in state.versions.items() if not c.injected and c.batch >= batch)
+    return found[0], batch, tuple(sorted(own))
 
 
 def _trace_ids(log: Log, tenant: str, wanted: set[str]) -> Mapping[str, tuple[str, ...]]:

@@ -54,6 +54,7 @@ def decisions(
     A star marks the choice. An effect has a 90 % interval, or the reason why the log cannot tell one.
     """
     from spanloop.pipeline.decisions.explain import explain_decisions
+    from spanloop.pipeline.decisions.told import CODES
     from spanloop.pipeline.log.open import open_log
 
     settings = load_settings(config, {"workspace": workspace} if workspace is not None else None)
@@ -63,6 +64,11 @@ def decisions(
     finally:
         log.close()
     if kind:
+        known = [word for pair in CODES.items() for word in pair]
+        if kind not in known:
+            raise click.BadParameter(
+                f"{kind!r} is none: give {', '.join(sorted(known))}", param_hint="--kind"
+            )
         kept = tuple(item for item in found.decisions if kind in (item.code, item.kind))
         found = msgspec.structs.replace(found, decisions=kept)
     if as_json:
@@ -91,15 +97,22 @@ def _lines(found: Explained) -> list[str]:
 
 
 def _row(item: DecisionObject, first: int) -> tuple[str, ...]:
-    shown = [_option(option, item.chosen) for option in item.options[:_OPTIONS_SHOWN]]
-    if len(item.options) > _OPTIONS_SHOWN:
-        shown.append(f"+{len(item.options) - _OPTIONS_SHOWN}")
+    shown = [_option(option, item.chosen) for option in _shown(item)]
+    if len(item.options) > len(shown):
+        shown.append(f"+{len(item.options) - len(shown)}")
     interval = "" if item.low is None or item.high is None else f"{item.low:+.3f}..{item.high:+.3f}"
     return (
         f"{(item.t_ns - first) / 1e9:.3f}", f"{item.code} {item.kind}", item.agent, ", ".join(shown) or f"*{item.chosen}",
         _number(item.effect), interval, _number(item.margin),
         "" if item.credit is None else f"{unmicro(item.credit):+.6f}", item.status,
     )  # fmt: skip
+
+
+def _shown(item: DecisionObject) -> list[Option]:
+    """The first options of the menu; the chosen one is always among them."""
+    first, rest = list(item.options[:_OPTIONS_SHOWN]), item.options[_OPTIONS_SHOWN:]
+    chosen = next((option for option in rest if option.name == item.chosen), None)
+    return first if chosen is None else [*first[:-1], chosen]
 
 
 def _option(option: Option, chosen: str) -> str:

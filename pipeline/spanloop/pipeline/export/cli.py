@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spanloop.pipeline.export.rows import FORMATS, LEVELS, Wish
+from spanloop.pipeline.finite import FiniteRange
 from spanloop.pipeline.screen import json_shown
 from spanloop.schemas.canonical import canonical_json
 from spanloop.schemas.errors import ConfigError
@@ -58,9 +59,9 @@ def _time(context: click.Context, option: click.Parameter, value: str | None) ->
 @click.option("--since", callback=_time, help="Orchestrations that began at this time or later.")
 @click.option("--until", callback=_time, help="Orchestrations that began before this time.")
 @click.option(
-    "--min-reward", type=float, help="Rejection sampling: orchestrations rewarded at least so much."
+    "--min-reward", type=FiniteRange(), help="Rejection sampling: orchestrations rewarded at least so much."
 )
-@click.option("--min-score", type=float, help="Rejection sampling: calls scored at least so much.")
+@click.option("--min-score", type=FiniteRange(), help="Rejection sampling: calls scored at least so much.")
 @click.option(
     "--best",
     type=click.IntRange(min=0),
@@ -69,7 +70,7 @@ def _time(context: click.Context, option: click.Parameter, value: str | None) ->
 )
 @click.option(
     "--margin",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=0.0,
     help="Least difference of a pair; half-width of what gets no label.",
 )
@@ -78,13 +79,13 @@ def _time(context: click.Context, option: click.Parameter, value: str | None) ->
 )
 @click.option(
     "--beta",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=1.0,
     show_default=True,
     help="Weights are exp(score / beta).",
 )
 @click.option(
-    "--weight-max", type=click.FloatRange(min=1), default=10.0, show_default=True, help="Largest weight."
+    "--weight-max", type=FiniteRange(min=1), default=10.0, show_default=True, help="Largest weight."
 )
 @click.option(
     "--split",
@@ -103,7 +104,7 @@ def _time(context: click.Context, option: click.Parameter, value: str | None) ->
 @click.option("--archive-only", is_flag=True, help="Only what is archived: the log is not opened.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=1, max=1e6),
+    type=FiniteRange(min=1, max=1e6),
     default=600.0,
     show_default=True,
     help="Seconds before a query is stopped.",

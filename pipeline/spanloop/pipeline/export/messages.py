@@ -223,6 +223,8 @@ def _text(parts: Sequence[Any]) -> str:
             continue
         if _kind(part) not in _TEXTS:
             raise _Refused("not_text")
+        if "text" not in part and "content" not in part:
+            raise _Refused("no_text")  # what instrumentations write that were told to leave contents out
         words = part.get("text", part.get("content"))
         if isinstance(words, dict):
             _check(words)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from spanloop.pipeline.finite import FiniteRange
 from spanloop.schemas.errors import ConfigError, TransientError
 from spanloop.schemas.settings import JudgeTerm, Settings, load_settings
 
@@ -28,7 +29,7 @@ AWAY_S = 30.0
 @click.command()
 @click.option("--name", "names", multiple=True, help="Only this judge, such as clarity/1. Default: all.")
 @click.option("--follow", is_flag=True, help="Go on until a signal, as orchestrations become final.")
-@click.option("--every", "every_s", default=5.0, show_default=True, type=click.FloatRange(min=0.1), help="Seconds between two looks.")  # fmt: skip
+@click.option("--every", "every_s", default=5.0, show_default=True, type=FiniteRange(min=0.1), help="Seconds between two looks.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Ask nothing: how many calls there would be.")
 @click.option("--metrics-port", default=0, show_default=True, type=click.IntRange(0, 65535), help="With --follow: Prometheus metrics on 127.0.0.1; 0: none.")  # fmt: skip
 @click.option("--config", type=click.Path(path_type=Path), help="Settings file (TOML) with [[judges]].")

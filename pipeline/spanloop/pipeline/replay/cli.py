@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from spanloop.pipeline.finite import FiniteRange
 from spanloop.pipeline.screen import json_shown
 from spanloop.schemas.errors import ConfigError, SpanloopError
 from spanloop.schemas.settings import Settings, load_settings
@@ -132,7 +133,7 @@ def _print_json(value: Any) -> None:
 )
 @click.option(
     "--bucket-mb",
-    type=click.FloatRange(min=0.001),
+    type=FiniteRange(min=0.001),
     default=128.0,
     show_default=True,
     help="Spans (as on the log) that the direct runner takes at once: less is less memory, and less to do again.",
