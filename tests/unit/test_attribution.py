@@ -159,6 +159,10 @@ def test_words_of_spans():
     assert said(**{"output.value": {"$redacted": 12, "$hmac": "00"}}) == Words("", 12, True)
     assert said(**{"output.value": {"$other": "secret"}}) == Words("", 0, True)
     assert said(**{"output.value": '{"broken'}).text == '{"broken'
+    bare = [{"type": "text"}, {"type": "tool_call", "id": "c1", "name": "spawn"}]
+    hidden = json.dumps([{"role": "assistant", "parts": bare}])
+    assert said(**{"gen_ai.output.messages": hidden}) == Words(), "an instrumentation that leaves words out"
+    assert said(**{"output.value": '{"type": "invoice", "id": "7"}'}).text == "invoice\n7"
     deep: object = "x"
     for _ in range(50):
         deep = [deep]

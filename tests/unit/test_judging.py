@@ -187,6 +187,18 @@ def test_final_orchestrations_are_judged_once_and_paid(world: World, server: Ser
     assert (forgot.calls, forgot.known, len(world.verdicts())) == (0, 3, 3), "the log is all that it needs"
 
 
+def test_a_dry_run_counts_what_a_day_allows_over_all_pages(
+    world: World, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spanloop.pipeline.judges.running.PAGE", 1)
+    world.take([event for n in range(1, 6) for event in job(n, f"text {n}")])
+    world.take(job(6, "", kept=False))
+    dry = world.runner(server.url, calls_per_day=2).run(dry=True)
+    assert (dry.orchestrations, dry.calls, dry.waiting) == (6, 2, 3)
+    real = world.runner(server.url, calls_per_day=2).run()
+    assert (real.calls, len(server.asked)) == (2, 2)
+
+
 def test_a_server_that_is_away_is_left_alone_and_the_next_run_goes_on(world: World, server: Server) -> None:
     world.take([event for n in range(1, 4) for event in job(n, f"text {n}")])
     runner = world.runner(server.url, parallel=1)

@@ -41,6 +41,10 @@ _SAYS = frozenset(
 )
 """Keys of structured output below which words stand; the others hold ids, roles and types."""
 
+_EMPTY = frozenset({"text", "tool_call", "tool_call_response", "reasoning", "thinking"})
+"""Types of message parts. Instrumentations that were told to leave contents out write a part's type, id and name alone."""
+_STRUCTURE = frozenset({"type", "id", "name"})
+
 
 class Words(msgspec.Struct, frozen=True):
     """The text of a step, or what is left of it."""
@@ -107,6 +111,8 @@ def _said(value: Any, depth: int) -> Iterator[str | int]:
             yield length if isinstance(length, int) and not isinstance(length, bool) else 0
             return
         known = [key for key in value if key in _SAYS]
+        if not known and value.keys() <= _STRUCTURE and value.get("type") in _EMPTY:
+            return
         for key in known or value:
             yield from _said(value[key], depth + 1)
 

@@ -143,11 +143,11 @@ class Runner:
                 return total
             counts = Counts()
             try:
-                self._page(keys, offsets, counts, dry=dry)
+                self._page(keys, offsets, counts, planned=total if dry else None)
             finally:
                 total.add(counts)
                 self.totals.add(counts)
-            if counts.waiting:
+            if counts.waiting and not dry:
                 return total
             offsets = {**offsets, **ends}
             if not dry:
@@ -218,8 +218,12 @@ class Runner:
 
     # ------------------------------------------------------------ asking
 
-    def _page(self, keys: Sequence[str], offsets: dict[str, int], counts: Counts, *, dry: bool) -> None:
+    def _page(
+        self, keys: Sequence[str], offsets: dict[str, int], counts: Counts, *, planned: Counts | None
+    ) -> None:
+        """Judge a page. ``planned``: ask nothing, and take the calls of earlier pages as made; None: ask."""
         counts.orchestrations = len(keys)
+        counts.waiting = 0 if planned is None else planned.waiting
         drawn = {key for key in keys if is_drawn(self._term, *key.split("/", 1))}
         counts.not_drawn = len(keys) - len(drawn)
         if not drawn:
@@ -242,8 +246,10 @@ class Runner:
         since = self._clock.now_ns() - _DAY_NS
         self._fruitless = [moment for moment in self._fruitless if moment > since]
         room = max(0, self._term.calls_per_day - lately - len(self._fruitless))
-        counts.waiting = max(0, len(cases) - room)
-        if dry:
+        if planned is not None:
+            room = max(0, room - planned.calls)
+        counts.waiting += max(0, len(cases) - room)
+        if planned is not None:
             counts.calls = min(room, len(cases))
             return
         self._ask_all(cases[:room], counts)
