@@ -119,10 +119,20 @@ async def test_where_nobody_answers_the_caller_gets_its_default(tmp_path, servin
         {"kind": "stop", "menu": ["a", "b"], "state": {f"n{i}": 1 for i in range(65)}},
         {"kind": "stop", "menu": ["a", "b"], "temperature": -1},
         {"kind": "", "menu": ["a", "b"], "state": {"nested": {"a": 1}}},
+        {"kind": "stop", "menu": ["a", "b"], "state": {"nested": [[1]]}},
+        {"kind": "stop", "menu": ["a", {"name": "b", "features": {"nested": {"a": 1}}}]},
+        {"kind": "stop", "menu": ["a", {"name": "b", "features": [1]}]},
+        {"kind": "stop", "menu": ["a", {"name": "b", "busy": 1}]},
+        {"kind": "stop", "menu": ["a", ""]},
+        {"kind": "stop", "menu": ["a", "b" * 129]},
+        {"kind": "stop", "menu": ["a", "b"], "text": "w" * 16_385},
+        {"kind": "stop", "menu": ["a", "b"], "temperature": 101},
     ],
 )
-async def test_a_malformed_request_is_the_callers_mistake(tmp_path, body):
-    async with deciding(tmp_path) as at:
+@pytest.mark.parametrize("routing", [True, False])
+async def test_a_malformed_request_is_the_callers_mistake(tmp_path, body, routing):
+    """Whether somebody serves or not: else it would come out on the first day that somebody does."""
+    async with deciding(tmp_path, routing=routing) as at:
         status, got = await ask(at, body)
     assert status == 400
     assert got["error"]["code"] == "invalid_request"

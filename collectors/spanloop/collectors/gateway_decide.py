@@ -24,6 +24,13 @@ from spanloop.collectors.gateway_targets import Target
 from spanloop.collectors.routing import Router, StickyKey, parse_traceparent, sticky_key
 from spanloop.schemas import sdk_attributes as names
 from spanloop.schemas.canonical import digest
+from spanloop.schemas.decision_tokens import (
+    MENU_MAX,
+    NAME_CHARS,
+    STATE_MAX,
+    TEMPERATURE_MAX,
+    TEXT_CHARS,
+)
 from spanloop.schemas.ids import gateway_span_id, gateway_trace_id, policy_name
 from spanloop.schemas.settings import Settings
 
@@ -33,11 +40,12 @@ _log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_OF_AN_OPTION = frozenset({"name", "features"})
 _HANDED_ON = ("kind", "menu", "state", "text", "temperature")
 
 
 class DecisionAsked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of a request; serving says more of what a menu and a state may be."""
+    """The body of a request. Its shape is checked here, so that a mistake is one while serving is away too; serving counts features."""
 
     kind: str
     """O1 to O5, spawn, delegate, message, aggregate, stop, or a name of the caller's own."""
@@ -172,12 +180,40 @@ def _check(asked: DecisionAsked, options: list[str]) -> None:
     """Raises GatewayError (400)."""
     if not options:
         raise bad_request("`menu` is empty: name the options that are open")
+    if len(options) > MENU_MAX:
+        raise bad_request(f"`menu` has {len(options)} options, expected 1 to {MENU_MAX}")
+    if not all(0 < len(name) <= NAME_CHARS for name in options):
+        raise bad_request(f"an option's name in `menu` has 1 to {NAME_CHARS} characters")
+    if len(asked.state) > STATE_MAX or len(asked.text) > TEXT_CHARS:
+        raise bad_request(
+            f"`state` has at most {STATE_MAX} names and `text` at most {TEXT_CHARS} characters: leave some out"
+        )
+    if not 0.0 <= asked.temperature <= TEMPERATURE_MAX:
+        raise bad_request(f"`temperature` is {asked.temperature}, expected 0 to {TEMPERATURE_MAX:g}")
+    _check_values(asked.state, "`state`")
+    for item in asked.menu:
+        if isinstance(item, dict):
+            if not item.keys() <= _OF_AN_OPTION:
+                raise bad_request(
+                    "an option of `menu` has a `name` and `features`; what is known of it stands in `features`"
+                )
+            _check_values(item.get("features", {}), f"`features` of {item['name']!r}")
     if len(set(options)) != len(options):
         raise bad_request("`menu` names an option twice")
     if asked.default and asked.default not in options:
         raise bad_request(f"`default` is {asked.default!r}, which is not on the menu")
     if asked.id and not _ID.fullmatch(asked.id):
         raise bad_request("`id` has 1 to 128 visible ASCII characters")
+
+
+def _check_values(values: Any, where: str) -> None:
+    """Raises GatewayError (400)."""
+    if not isinstance(values, dict):
+        raise bad_request(f"{where} is an object of names with values")
+    for name, value in values.items():
+        items = value if isinstance(value, list) else [value]
+        if any(isinstance(item, dict | list) for item in items):
+            raise bad_request(f"{where}: {name[:80]!r} is no number, text, boolean, or list of these")
 
 
 def _message(data: bytes) -> str:

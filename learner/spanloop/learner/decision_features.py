@@ -16,7 +16,17 @@ from hashlib import blake2b
 
 import msgspec
 
-from spanloop.schemas.decision_tokens import DETAIL, FEATURE, OPTION, SPAN, DecisionIds
+from spanloop.schemas.decision_tokens import (
+    DETAIL,
+    FEATURE,
+    MENU_MAX,
+    NAME_CHARS,
+    OPTION,
+    SPAN,
+    STATE_MAX,
+    TEXT_CHARS,
+    DecisionIds,
+)
 from spanloop.schemas.errors import SchemaError
 from spanloop.schemas.sdk_attributes import kind_of
 
@@ -31,10 +41,6 @@ __all__ = [
     "decision_ids",
 ]
 
-MENU_MAX = 64
-"""Options of one decision."""
-STATE_MAX = 64
-"""Names in a state."""
 DETAILS_MAX = 32
 """Names in the features of one option."""
 LIST_MAX = 64
@@ -43,9 +49,7 @@ STATE_IDS_MAX = 512
 """Features of a state."""
 DETAIL_IDS_MAX = 64
 """Features of one option."""
-NAME_CHARS = 128
 KIND_CHARS = 64
-TEXT_CHARS = 16_384
 CONTEXT = 2 + STATE_IDS_MAX + MENU_MAX * (1 + DETAIL_IDS_MAX)
 """Longest decision with its answer, in ids."""
 WIDTHS = (1.2, 0.35, 0.1)

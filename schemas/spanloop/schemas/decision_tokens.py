@@ -22,8 +22,13 @@ __all__ = [
     "DETAIL",
     "FEATURE",
     "MARK",
+    "MENU_MAX",
+    "NAME_CHARS",
     "OPTION",
     "SPAN",
+    "STATE_MAX",
+    "TEMPERATURE_MAX",
+    "TEXT_CHARS",
     "VOCABULARY_SIZE",
     "DecisionIds",
     "is_decision",
@@ -39,6 +44,16 @@ OPTION = 3 * SPAN
 MARK = 4 * SPAN
 _MARKS = 16
 VOCABULARY_SIZE = MARK + _MARKS
+MENU_MAX = 64
+"""Options of one decision."""
+STATE_MAX = 64
+"""Names of a state."""
+NAME_CHARS = 128
+"""Characters of an option's name."""
+TEXT_CHARS = 16_384
+"""Characters of a state's text."""
+TEMPERATURE_MAX = 100.0
+"""Of a choice."""
 
 
 class DecisionIds(msgspec.Struct, frozen=True, gc=False):

@@ -26,7 +26,7 @@ from spanloop.learner.serving.shapes import CompletionRequest
 from spanloop.learner.serving.versions import PROMPTS_MAX, VersionServer, body_of, json_answer
 from spanloop.learner.signing import Trust, trust_of
 from spanloop.schemas.canonical import digest
-from spanloop.schemas.decision_tokens import written
+from spanloop.schemas.decision_tokens import TEMPERATURE_MAX, written
 from spanloop.schemas.errors import SchemaError, TerminalError
 from spanloop.schemas.settings import Settings
 
@@ -71,8 +71,10 @@ def answer(asked: Asked, scorer: Scorer, exploration: float) -> dict[str, Any]:
     Raises:
         SchemaError: the request is none.
     """
-    if not 0.0 <= asked.temperature <= 100.0:
-        raise SchemaError(f"temperature = {asked.temperature} is out of range, expected 0 to 100")
+    if not 0.0 <= asked.temperature <= TEMPERATURE_MAX:
+        raise SchemaError(
+            f"temperature = {asked.temperature} is out of range, expected 0 to {TEMPERATURE_MAX:g}"
+        )
     if not 0.0 <= exploration < 1.0:
         raise SchemaError(f"exploration = {exploration} is out of range, expected 0 to 1")
     decision, places = decision_ids(asked)
