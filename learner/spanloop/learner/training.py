@@ -149,7 +149,7 @@ def select(
     oldest = committed.batch - max(LEDGER_BATCHES_MIN, hyper.max_staleness + 2)
     kept = {name: batch for name, batch in ledger.items() if batch > oldest}
     kept |= {r.orchestration_id: committed.batch for r in rollouts}
-    places = {name: at for name, at in ((taught or {}) | window.taught()).items() if name in kept}
+    places = {name: at for name, at in {**(taught or {}), **window.taught()}.items() if name in kept}
     return Selection(rollouts, window, kept, places)
 
 

@@ -267,8 +267,9 @@ def diff(a: ResultSet, b: ResultSet, *, top: int = 10) -> Diff:
         top: How many of the largest changes of each kind to keep.
     """
     with Pairing(a, b) as pairing:
-        sides = [_side(s, pairing.totals(n), pairing.definitions(n)) for n, s in (("a", a), ("b", b))]
-        comparison = _Comparison(Diff(*sides), top)
+        before = _side(a, pairing.totals("a"), pairing.definitions("a"))
+        after = _side(b, pairing.totals("b"), pairing.definitions("b"))
+        comparison = _Comparison(Diff(before, after), top)
         comparison.found.same, comparison.found.erased = pairing.same(), pairing.erased()
         for row in pairing.different():
             comparison.key(row)

@@ -215,8 +215,8 @@ def sample_orders(
 
 def _blocks(game: Game, orders: list[Orders], ends: Floats | None) -> tuple[Floats, Floats]:
     """Mean marginal contributions, shape (count, n), over the orders of each block, and the range of each player's, shape (n,)."""
-    total = np.zeros(orders[0].shape)
-    low, high = np.full(total.shape[1], np.inf), np.full(total.shape[1], -np.inf)
+    total: Floats = np.zeros(orders[0].shape)
+    low, high = np.full(orders[0].shape[1], np.inf), np.full(orders[0].shape[1], -np.inf)
     for one in orders:
         found = _marginals(game, one, ends)
         low, high = np.minimum(low, found.min(axis=0)), np.maximum(high, found.max(axis=0))
