@@ -34,7 +34,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import msgspec
 import torch
 from _harness import ROOT, write
-from credit_ablation import BATCH, STUDENT, Config, Run, content_of, derived, play, world_of
+from credit_ablation import STUDENT, Config, Run, content_of, derived, play, world_of
 
 from spanloop.learner.objectives.registry import OBJECTIVES, Objective
 from spanloop.learner.objectives.surrogates import reinforce
@@ -74,8 +74,8 @@ class Lagging(Run):
 
     def step(self) -> None:
         exploration = self.config.exploration * 0.2 ** min(1.0, self.updates / self._decay_updates)
-        first = self.updates * BATCH
-        seeds = [f"{self.seed}/{first + n}" for n in range(BATCH)]
+        first = self.played
+        seeds = [f"{self.seed}/{first + n}" for n in range(self.config.batch)]
         played = play(self.world, self.tokenizer, self._acting[0], seeds, exploration)
         contents = [
             content_of(p, digest("ticket", s), self.updates) for p, s in zip(played, seeds, strict=True)
@@ -99,11 +99,11 @@ def work(key: Key) -> dict[str, Any]:
     curve = [(0, run.measure())]
     ess: list[float] = []
     with exact_numerics():
-        while run.updates * BATCH < BUDGET:
+        while run.played < BUDGET:
             run.step()
             ess.append(run.ess)
-            if run.updates * BATCH % EVALUATE_EVERY == 0:
-                curve.append((run.updates * BATCH, run.measure()))
+            if run.played % EVALUATE_EVERY == 0:
+                curve.append((run.played, run.measure()))
     return {
         "arm": key.arm, "lag": key.lag, "seed": key.seed, "f": round(statistics.fmean(f for _, f in curve[-LAST:]), 4),
         "ess": round(statistics.fmean(ess), 4), "curve": [(n, round(f, 4)) for n, f in curve],
@@ -189,7 +189,7 @@ def main() -> None:
             break
     at = lags.get(str(found), {})
     figures = {
-        "tickets": BUDGET, "batch": BATCH, "config": CONFIG.label, "seeds": list(seeds),
+        "tickets": BUDGET, "batch": CONFIG.batch, "config": CONFIG.label, "seeds": list(seeds),
         "on_policy": [run["f"] for run in onpolicy], "lags": lags,
         "lag": found, "naive_lost": None if found is None else round(1.0 - at["naive"]["kept"], 4),
         "decoupled_kept": None if found is None else at["decoupled"]["kept"], "wanted": KEEP,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +12,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import off_policy
 from off_policy import CONFIG, Key, Lagging, kept
+
+from spanloop.learner.policy import PolicyNet
 
 
 def test_what_is_kept() -> None:
@@ -23,12 +26,11 @@ def test_what_is_kept() -> None:
 
 
 def test_tickets_are_worked_by_the_policy_of_so_many_updates_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(off_policy, "BATCH", 8)
-    run = Lagging(Key("decoupled", 2, 1), CONFIG)
+    run = Lagging(Key("decoupled", 2, 1), msgspec.structs.replace(CONFIG, batch=8))
     acted, weights = [], []
     played = off_policy.play
 
-    def spy(world: object, tokenizer: object, net: object, *rest: object) -> object:
+    def spy(world: Any, tokenizer: Any, net: PolicyNet, *rest: Any) -> Any:
         acted.append(next(iter(net.trainable().values())).detach().clone())
         return played(world, tokenizer, net, *rest)
 
