@@ -187,6 +187,21 @@ def test_final_orchestrations_are_judged_once_and_paid(world: World, server: Ser
     assert (forgot.calls, forgot.known, len(world.verdicts())) == (0, 3, 3), "the log is all that it needs"
 
 
+@pytest.mark.parametrize(
+    ("url", "key", "said"),
+    [
+        ("http://127.0.0.1:99999/v1", "", "has no port from 0 to 65535"),
+        ("http://127.0.0.1:x/v1", "", "has no port from 0 to 65535"),
+        ("http://127.0.0.1:1/v1", "sk-1\n", "line break"),
+        ("http://127.0.0.1:1/v1", "schlüssel", "no header takes"),
+    ],
+)
+def test_a_judge_that_can_never_be_asked_is_refused_before_any_case_is_passed_over(url: str, key: str, said: str) -> None:  # fmt: skip
+    with pytest.raises(ConfigError, match=said) as refused:
+        OpenAIJudge("clear/1", url, "m", key=key)
+    assert not key or key not in str(refused.value)
+
+
 def test_a_dry_run_counts_what_a_day_allows_over_all_pages(
     world: World, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

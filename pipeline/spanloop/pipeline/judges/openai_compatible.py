@@ -30,6 +30,14 @@ class OpenAIJudge:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"judge {name}: {url!r} is no URL such as https://HOST/v1")
+        try:
+            _ = parts.port
+        except ValueError as exc:
+            raise ConfigError(f"judge {name}: {url!r} has no port from 0 to 65535") from exc
+        if not (key.isascii() and (not key or key.isprintable())):
+            raise ConfigError(
+                f"judge {name}: its key holds a line break or another character that no header takes"
+            )
         self.name = name
         self._parts, self._model, self._key, self._timeout_s = parts, model, key, timeout_s
 
