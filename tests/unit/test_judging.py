@@ -48,6 +48,9 @@ DAY_NS = 10**15
 class Server:
     """A chat server that grades by what it reads, and does what its list of moods says."""
 
+    reply = b""
+    """What it answers instead."""
+
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
         self.moods: list[str] = []
@@ -66,7 +69,8 @@ class Server:
                 content = mood if mood.startswith("{") else json.dumps({"grade": grade})
                 self.send_response(int(mood) if mood.isdigit() else 200)
                 self.end_headers()
-                self.wfile.write(json.dumps({"choices": [{"message": {"content": content}}]}).encode())
+                told = json.dumps({"choices": [{"message": {"content": content}}]}).encode()
+                self.wfile.write(outer.reply or told)
 
             def log_message(self, *args: object) -> None:
                 pass
@@ -200,6 +204,20 @@ def test_a_judge_that_can_never_be_asked_is_refused_before_any_case_is_passed_ov
     with pytest.raises(ConfigError, match=said) as refused:
         OpenAIJudge("clear/1", url, "m", key=key)
     assert not key or key not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "page", [b"<html>welcome</html>", b"[]", b'{"object": "list"}', b'{"choices": []}', b"\xff"]
+)
+def test_a_server_that_is_no_chat_server_passes_nothing_over(
+    world: World, server: Server, monkeypatch: pytest.MonkeyPatch, page: bytes
+) -> None:
+    world.take([event for n in range(1, 7) for event in job(n, f"text {n}")])
+    monkeypatch.setattr(Server, "reply", page)
+    with pytest.raises(TransientError, match="no chat completion"):
+        world.runner(server.url, parallel=1).run()
+    monkeypatch.setattr(Server, "reply", b"")
+    assert world.runner(server.url).run().verdicts == 6
 
 
 def test_a_dry_run_counts_what_a_day_allows_over_all_pages(

@@ -72,7 +72,13 @@ class OpenAIJudge:
             raw = answer.read(_ANSWER_BYTES_MAX)
             if answer.status != 200:
                 raise self._refused(answer.status)
-            return msgspec.json.decode(raw)["choices"][0]["message"]["content"].encode()
+            try:
+                said = msgspec.json.decode(raw)["choices"][0]["message"]["content"]
+            except (ValueError, KeyError, IndexError, TypeError) as exc:
+                raise TransientError(
+                    f"judge {self.name}: the server answers, but with no chat completion: is the url one of a chat server, up to and with /v1?"
+                ) from exc
+            return said.encode() if isinstance(said, str) else b""
         except (OSError, http.client.HTTPException) as exc:
             where = self._parts._replace(query="", fragment="").geturl()
             raise TransientError(
