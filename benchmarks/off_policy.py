@@ -51,8 +51,11 @@ LAGS = (1, 2, 4, 8)
 SEEDS = (1, 2, 3, 4, 5)
 CONFIG = Config(1e-3, 0.6, exploration=0.2)
 """The ledger arm's choice in ``credit_ablation``."""
-OBJECTIVES["reinforce_uncorrected"] = Objective(reinforce, correction="none")
-OBJECTIVES["ppo_uncorrected"] = msgspec.structs.replace(OBJECTIVES["decoupled_ppo"], correction="none")
+UNCORRECTED = {
+    "reinforce_uncorrected": Objective(reinforce, correction="none"),
+    "ppo_uncorrected": msgspec.structs.replace(OBJECTIVES["decoupled_ppo"], correction="none"),
+}
+"""Objectives that nobody should train with, so that settings do not know them."""
 ARMS = {"naive": "ppo_uncorrected", "reinforce": "reinforce_uncorrected", "decoupled": "decoupled_ppo"}
 
 
@@ -68,6 +71,7 @@ class Lagging(Run):
     """A run whose tickets are worked by the weights of ``lag`` updates ago, the first ones by the first weights."""
 
     def __init__(self, key: Key, config: Config) -> None:
+        OBJECTIVES.update(UNCORRECTED)
         super().__init__(world_of("desk"), "ledger", config, key.seed)
         self.hyper = msgspec.structs.replace(self.hyper, objective=ARMS[key.arm])
         self._acting: deque[PolicyNet] = deque([self.updater.net.twin()], maxlen=key.lag + 1)

@@ -14,13 +14,19 @@ from typing import Any
 import aiohttp
 from dispatch_desk import game
 from dispatch_desk.agents import Work
+from opentelemetry.sdk.trace import TracerProvider
 
 from spanloop.collectors import sdk
 
-__all__ = ["CLOSED", "DecisionDesk", "request_of"]
+__all__ = ["CLOSED", "DecisionDesk", "instrument", "request_of"]
 
 CLOSED = "closed-llm"
 """Name of the model that nobody can train; here a script answers for it."""
+
+
+def instrument(provider: TracerProvider) -> None:
+    """Let our SDK write its spans with the desk's provider."""
+    sdk.instrument(tracer_provider=provider)
 
 
 def request_of(board: Sequence[str], prefix: Sequence[str], allowed: Sequence[str]) -> dict[str, Any]:

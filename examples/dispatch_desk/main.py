@@ -222,11 +222,9 @@ def _desk(
     options: argparse.Namespace, session: aiohttp.ClientSession, provider: TracerProvider
 ) -> Desk | DecisionDesk:
     if options.decisions:
-        from dispatch_desk.decide import DecisionDesk
+        from dispatch_desk.decide import DecisionDesk, instrument
 
-        from spanloop.collectors import sdk
-
-        sdk.instrument(tracer_provider=provider)
+        instrument(provider)
         os.nice(YIELD)
         return DecisionDesk(session, os.environ["OPENAI_BASE_URL"])
     api_key = os.environ.get("OPENAI_API_KEY", "none")

@@ -187,7 +187,7 @@ def test_what_others_of_the_same_shape_gave_is_what_would_be_found(seed: int, tu
         assert estimate(known_cast(content), reward, shared, choice=choice) == estimate(
             cast, reward, fresh, choice=choice
         )
-        assert shared.recalled == known + 1, "as a whole"
+        assert shared.recalled > known, "as a whole, or gap by gap where one of them keeps nothing"
     assert lessons(known_cast(whole)) is lessons(cast_of(renamed(whole, "y")))
 
 

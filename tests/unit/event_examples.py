@@ -139,6 +139,7 @@ _sample = e.Sample(
     menu_values=((10, -20), (0,)),
     weight=0.5,
     sealed="00000000000000000000000000000001/0000000000000002/AAAA",
+    cut=True,
 )
 _ours = {"tenant": "acme"}
 _policy = {"tenant": "acme", "policy": "dispatch"}
@@ -276,7 +277,7 @@ EXAMPLES: tuple[e.Event, ...] = (
         upper=55_000,
         reason="bound excludes zero",
     ),
-    e.PolicyPromoted(**_policy, epoch=2, version=4, previous=3, reason="canary"),
+    e.PolicyPromoted(**_policy, epoch=2, version=4, previous=3, reason="by hand", command="cmd-0"),
     e.PolicyRolledBack(**_policy, epoch=3, version=4, to=3, reason="by hand", command="cmd-2"),
     e.RoutingChanged(
         **_policy,
@@ -300,6 +301,7 @@ EXAMPLES: tuple[e.Event, ...] = (
         reference=2.0,
         limit=3.5,
         orchestrations=(ORCH,),
+        attempt=1,
         reason="spawn_spam: 6.5 over the last 400 orchestrations, 2 before (limit 3.5), and the outcome is not better",
     ),
     e.SubjectErased(

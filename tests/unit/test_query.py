@@ -134,10 +134,11 @@ def rewards(number: int, revision: int, value: int | None) -> RewardsComputed:
         "missing" if value is None else "final",
         "outcome/1",
         weight=1_000_000,
+        inputs_hash="1e" * 8,
     )
     return RewardsComputed(
         orchestration_id=f"o{number}", revision=revision, orchestration_revision=1, rewards=(reward,), team=value,
-        status=reward.status,
+        status=reward.status, definitions="0f" * 8,
     )  # fmt: skip
 
 

@@ -436,12 +436,11 @@ def retrain(context: click.Context, sources: tuple[str, ...], out: Path | None) 
     from spanloop.learner.retraining import taught_by_source
     from spanloop.learner.signing import open_signer
     from spanloop.learner.trainer import initial_policy
-    from spanloop.learner.update import initialise_torch
+    from spanloop.learner.update import exact_numerics
 
     place: _Place = context.obj
     settings = place.settings
-    initialise_torch(settings.learner.threads, deterministic=settings.learner.deterministic)
-    with _open(settings) as log:
+    with exact_numerics(), _open(settings) as log:
         taught = taught_by_source(log, settings, sources)
         sha256 = ""
         if out is not None:
