@@ -67,6 +67,19 @@ def test_any_changed_bit_is_refused(made: Path, name: str, place: int, bit: int)
             load_artifact(folder)
 
 
+def test_sizes_that_no_network_has_are_refused(made: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(made / "policies" / "policy@v1", tmp_path / "policy@v1"))
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    manifest["config"]["heads"] = 3
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(SchemaError):
+        load_artifact(folder)
+    (folder / "manifest.sig").unlink()
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"signer": ""}))
+    with pytest.raises(SchemaError, match=r"manifest\.json: learner\.width = 16 is not a multiple"):
+        load_artifact(folder)
+
+
 @settings(max_examples=20, deadline=None)
 @given(st.sampled_from(["manifest.json", "manifest.sig", "model.safetensors"]), st.integers(1, 40))
 def test_any_cut_file_is_refused(made: Path, name: str, cut: int) -> None:

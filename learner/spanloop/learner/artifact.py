@@ -16,7 +16,7 @@ import hashlib
 import importlib.metadata
 import os
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -25,7 +25,7 @@ import msgspec
 from spanloop.learner.durable import write_folder
 from spanloop.learner.signing import Signer, Trust, verify
 from spanloop.schemas.canonical import canonical_json, decode_json
-from spanloop.schemas.errors import SchemaError
+from spanloop.schemas.errors import ConfigError, SchemaError, TerminalError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,6 +45,7 @@ __all__ = [
     "signed_by",
     "signer_of",
     "write",
+    "write_once",
 ]
 
 MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
@@ -143,6 +144,42 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
 # ---------------------------------------------------------------- writing and reading
 
 
+def write_once(
+    folder: Path,
+    file: str,
+    tensors: Mapping[str, Tensor],
+    *,
+    written: Callable[[Path], str],
+    manifest: Callable[[str, int, dict[str, TensorEntry]], msgspec.Struct],
+    signer: Signer | None,
+) -> str:
+    """Write a whole network as the only file of a folder; returns the sha256 of its weights. The same weights again change nothing.
+
+    Args:
+        folder: ``.../policy@vN``.
+        file: Name of the safetensors file.
+        tensors: All parameters.
+        written: sha256 of the weights of a folder that is there.
+        manifest: From sha256, size in bytes and shapes.
+        signer: Signs it; None leaves it unsigned.
+
+    Raises:
+        TerminalError: the folder holds other weights.
+    """
+    from safetensors.torch import save
+
+    plain = {name: t.detach().contiguous().cpu() for name, t in tensors.items()}
+    weights = save(plain)
+    sha256 = hashlib.sha256(weights).hexdigest()
+    if not folder.exists():
+        write(folder, {file: weights}, manifest(sha256, len(weights), shapes_of(plain)), signer)
+    elif (found := written(folder)) != sha256:
+        raise TerminalError(
+            f"{folder} holds other weights (sha256 {found[:12]}, not {sha256[:12]}); a version is never rewritten"
+        )
+    return sha256
+
+
 def write(folder: Path, files: Mapping[str, bytes], manifest: msgspec.Struct, signer: Signer | None) -> None:
     """Write a folder that must not be there yet. ``manifest`` has the fields ``files`` and ``signer``, which are filled in."""
     whole = msgspec.structs.replace(
@@ -165,7 +202,10 @@ def read_head(folder: Path, kind: type[_M], trust: Trust | None = None) -> _M:
         SchemaError: there is none, it is malformed, or not signed as it has to be.
     """
     data = _read(folder, MANIFEST, MANIFEST_BYTES_MAX)
-    manifest = decode_json(data, kind)
+    try:
+        manifest = decode_json(data, kind)
+    except ConfigError as exc:  # sizes that no network has
+        raise SchemaError(f"{folder / MANIFEST}: {exc.message}") from exc
     signature = _read(folder, SIGNATURE, SIGNATURE_BYTES) if os.path.lexists(folder / SIGNATURE) else None
     if trust is None:
         verify(folder, data, manifest.signer, signature)

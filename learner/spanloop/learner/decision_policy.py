@@ -14,7 +14,6 @@ Legend of suffixes: B rows, T positions, N decisions, K options, F features of a
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +25,6 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -36,14 +34,14 @@ from spanloop.learner.artifact import (
     read_files,
     read_head,
     shapes_of,
-    write,
+    write_once,
 )
 from spanloop.learner.decision_features import CONTEXT
 from spanloop.learner.losses import CLOSED
 from spanloop.learner.model import TensorBatch, Tolerance
 from spanloop.learner.signing import Signer, Trust
 from spanloop.schemas.decision_tokens import DETAIL, FEATURE, MARK, OPTION, VOCABULARY_SIZE, DecisionIds
-from spanloop.schemas.errors import ConfigError, SchemaError, TerminalError
+from spanloop.schemas.errors import ConfigError, SchemaError
 
 __all__ = [
     "KIND",
@@ -179,22 +177,16 @@ class DecisionNet(nn.Module):
         self, folder: Path, tokenizer: Any, about: Mapping[str, Any], signer: Signer | None = None
     ) -> str:
         """See ``model.save_artifact``; there is no tokenizer."""
-        tensors = {name: t.detach().contiguous().cpu() for name, t in self.state_dict().items()}
-        weights = save_tensors(tensors)
-        sha256 = hashlib.sha256(weights).hexdigest()
-        if folder.exists():
-            found = read_manifest(folder).sha256
-            if found != sha256:
-                raise TerminalError(
-                    f"{folder} holds other weights (sha256 {found[:12]}, not {sha256[:12]}); a version is never rewritten"
-                )
-            return sha256
-        manifest = DecisionManifest(
-            format=FORMAT, sha256=sha256, size=len(weights), config=self.config, about=dict(about),
-            tensors=shapes_of(tensors),
-        )  # fmt: skip
-        write(folder, {WEIGHTS: weights}, manifest, signer)
-        return sha256
+        return write_once(
+            folder,
+            WEIGHTS,
+            self.state_dict(),
+            written=lambda folder: read_manifest(folder).sha256,
+            manifest=lambda sha256, size, shapes: DecisionManifest(
+                format=FORMAT, sha256=sha256, size=size, config=self.config, about=dict(about), tensors=shapes
+            ),
+            signer=signer,
+        )
 
 
 def pair_of(feature: _Ids, part: _Ids, config: DecisionConfig) -> _Ids:

@@ -9,7 +9,6 @@ Legend of suffixes: B rows, T positions, V vocabulary, W width, H heads.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 from torch.nn import functional
 
-from spanloop.learner.artifact import FileEntry, TensorEntry, read_files, read_head, shapes_of, write
+from spanloop.learner.artifact import FileEntry, TensorEntry, read_files, read_head, shapes_of, write_once
 from spanloop.learner.losses import decision_log_probs, menu_log_probs
 from spanloop.learner.model import TensorBatch, Tolerance
 from spanloop.learner.signing import Signer, Trust
@@ -233,22 +231,16 @@ def save_artifact(
 
     Writing the same weights again changes nothing. Raises TerminalError when the folder holds other weights.
     """
-    tensors = {name: t.detach().contiguous().cpu() for name, t in net.state_dict().items()}
-    weights = save_tensors(tensors)
-    sha256 = hashlib.sha256(weights).hexdigest()
-    if folder.exists():
-        found = read_manifest(folder).sha256
-        if found != sha256:
-            raise TerminalError(
-                f"{folder} holds other weights (sha256 {found[:12]}, not {sha256[:12]}); a version is never rewritten"
-            )
-        return sha256
-    manifest = Manifest(
-        FORMAT, sha256, len(weights), net.config, tokenizer.vocabulary, dict(about or {}),
-        tensors=shapes_of(tensors),
-    )  # fmt: skip
-    write(folder, {WEIGHTS: weights}, manifest, signer)
-    return sha256
+    return write_once(
+        folder,
+        WEIGHTS,
+        net.state_dict(),
+        written=lambda folder: read_manifest(folder).sha256,
+        manifest=lambda sha256, size, shapes: Manifest(
+            FORMAT, sha256, size, net.config, tokenizer.vocabulary, dict(about or {}), tensors=shapes
+        ),
+        signer=signer,
+    )
 
 
 def read_manifest(folder: Path, trust: Trust | None = None) -> Manifest:
